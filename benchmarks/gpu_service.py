@@ -79,7 +79,7 @@ async def measured(
                 run = await service.create_run("m", lora=lora, seed=1)
                 by_title: dict[str, Any] = {"first run s": time.perf_counter() - began}
                 found = {"parts": by_title, "steps": {}}
-                part = _Part(name, service, run, server, metrics, shape, lora is not None, smoke, model, device)
+                part = _Measurements(name, service, run, server, metrics, shape, lora is not None, smoke, model, device)
                 for title, measure in (part.samples() if vllm else part.all()).items():
                     try:
                         by_title[title] = await measure()
@@ -109,7 +109,7 @@ def least(name: str, lengths: list[int], device: str, *, smoke: bool) -> dict[st
 
 
 @dataclass
-class _Part:
+class _Measurements:
     name: str
     service: gradwire.ServiceClient
     run: gradwire.TrainingClient

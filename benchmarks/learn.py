@@ -36,7 +36,7 @@ from gradwire.recipes.folder import SHARED_SERVER, trained
 from gradwire.recipes.rows import rows_of
 from gradwire.recipes.runs import SHARED_SERVICE, new_run
 from gradwire.recipes.settings import RowSettings
-from gradwire.recipes.tokens import Tokens
+from gradwire.recipes.tokens import RowEncoder
 
 from benchmarks import ROOT
 from benchmarks.learn_page import write_page
@@ -247,7 +247,7 @@ async def _prepare_trl(service: gradwire.ServiceClient, name: str, values: Mappi
         await run.export(folder / "start_merged", "merged")
     pairs = name != "sft"
     kept, _ = rows_of(data.preferences if pairs else data.conversations, settings)
-    tokens = Tokens(service, info, settings.max_tokens, settings.overlong)
+    tokens = RowEncoder(service, info, settings.max_tokens, settings.overlong)
     batches = kept.batches(settings.batch_size, seed=settings.seed)
     encoded: list[Any] = [
         await (tokens.pairs(next(batches), margins=True) if pairs else tokens.rows(next(batches)))  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.packing import Packing
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.policy_from_config import make_policy
-from gradwire_server.engine.scoring.forward import Reading, compute_scores
+from gradwire_server.engine.scoring.forward import Scoring, compute_scores
 from gradwire_server.engine.scoring.memory import ActivationMeter
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.step import checked, pass_over
@@ -69,7 +69,7 @@ def _saved_bytes(policy: Policy, batch: Batch, packing: Packing) -> int:
     policy.split_model.packing = packing
     meter = ActivationMeter(policy)
     with meter:
-        kept = compute_scores([Reading(policy, batch, ["logprobs"], 1.0, None, Budget())], training=True)
+        kept = compute_scores([Scoring(policy, batch, ["logprobs"], 1.0, None, Budget())], training=True)
     del kept
     return meter.bytes
 

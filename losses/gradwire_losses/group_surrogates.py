@@ -49,7 +49,7 @@ def token_ratios(logprobs: Tensor, old: Tensor, lengths: Tensor, config: GRPOCon
 
 
 @dataclass(frozen=True)
-class Tokens:
+class SurrogateInputs:
     """Inputs of a surrogate, each ``[T]`` except ``lengths [S]``.
 
     Attributes:
@@ -67,7 +67,7 @@ class Tokens:
     sampler: Tensor | None
 
 
-def surrogate_losses(tokens: Tokens, config: GRPOConfig) -> tuple[Tensor, Tensor]:
+def surrogate_losses(tokens: SurrogateInputs, config: GRPOConfig) -> tuple[Tensor, Tensor]:
     """``[T], [T] bool``: the loss of each token, 0 for tokens that are not uncertain, and whether a clip is active.
 
     GMPO's loss of a whole response is computed over its uncertain tokens.
@@ -80,7 +80,7 @@ def surrogate_losses(tokens: Tokens, config: GRPOConfig) -> tuple[Tensor, Tensor
     return losses, clipped
 
 
-def _token_losses(tokens: Tokens, config: GRPOConfig) -> tuple[Tensor, Tensor]:
+def _token_losses(tokens: SurrogateInputs, config: GRPOConfig) -> tuple[Tensor, Tensor]:
     logprobs, old, advantages, lengths = tokens.logprobs, tokens.old, tokens.advantages, tokens.lengths
     nothing = torch.zeros_like(logprobs, dtype=torch.bool)
     low, high = config.clip_range

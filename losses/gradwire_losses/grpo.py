@@ -21,7 +21,7 @@ from gradwire_losses.advantages import (
 from gradwire_losses.batch import Batch, BatchError, Scores, segment_sum, select, spread
 from gradwire_losses.fields import GROUP_POLICY_FIELDS
 from gradwire_losses.group_config import GRPOConfig
-from gradwire_losses.group_surrogates import Tokens, surrogate_losses, token_ratios, uncertain_tokens
+from gradwire_losses.group_surrogates import SurrogateInputs, surrogate_losses, token_ratios, uncertain_tokens
 from gradwire_losses.kl import kl_estimate
 from gradwire_losses.outputs import LossOutput, Mean, Metric, Std, Term
 from gradwire_losses.reduction import reduced
@@ -173,7 +173,7 @@ def group_objective(
     lengths, reference, old = batch.row_lengths, reference_logprobs(batch, scores), old_logprobs(batch, scores)
     uncertain = uncertain_tokens(scores.entropy.detach(), config.top_entropy_quantile)
     weights = sampler_weights(batch, old, config)
-    tokens = Tokens(scores.logprobs, old, advantages, lengths, uncertain, weights)
+    tokens = SurrogateInputs(scores.logprobs, old, advantages, lengths, uncertain, weights)
     surrogate, clipped = surrogate_losses(tokens, config)
     kl = kl_estimate(scores.logprobs, old if reference is None else reference, config.kl_estimator)
 

@@ -34,7 +34,7 @@ from gradwire_losses.columns import Array, Column, Field, cast, read_fields
 from gradwire_losses.padding import Padding, cut_padding
 from gradwire_losses.registry import LossSpec
 from gradwire_losses.scored import (
-    Part,
+    ScoredIds,
     check_ids,
     check_samples,
     count_scored,
@@ -74,7 +74,7 @@ class _Sequences:
     lengths: Array
     scored: Array
     group_sizes: Array
-    parts: Mapping[str, Part]
+    parts: Mapping[str, ScoredIds]
     target_tokens: Array | None = None
     sides: tuple[str, ...] | None = None
 
@@ -248,7 +248,7 @@ def _loss_fields(
     return tensors, levels, warnings
 
 
-def _lost_rewards(field: Field, part: Part) -> str | None:
+def _lost_rewards(field: Field, part: ScoredIds) -> str | None:
     """Describe rewards on unscored tokens, which have no effect; None if there are none."""
     full = np.repeat(field.lengths == part.ids.lengths, field.lengths)
     lost = np.zeros(len(field.values), dtype=bool)
@@ -265,7 +265,7 @@ def _lost_rewards(field: Field, part: Part) -> str | None:
     )
 
 
-def _first_side(entries: Array, parts: Mapping[str, Part]) -> Array:
+def _first_side(entries: Array, parts: Mapping[str, ScoredIds]) -> Array:
     """Entries of the first side's scored tokens, and 0 for those of the others, in the order of the sequences."""
     first, *others = parts.values()
     rest = np.zeros((sum(int(part.counts.sum()) for part in others), *entries.shape[1:]), entries.dtype)
@@ -280,7 +280,7 @@ def _partner(loss: LossSpec, name: str, sides: tuple[str, ...]) -> str | None:
     return other if any(spec.name == other for spec in loss.fields) else None
 
 
-def _pair(chosen: Field, rejected: Field, parts: Mapping[str, Part]) -> tuple[Array, Level]:
+def _pair(chosen: Field, rejected: Field, parts: Mapping[str, ScoredIds]) -> tuple[Array, Level]:
     """Combine both fields in the order of the sequences, with the unit of their entries."""
     if chosen.dimensions != rejected.dimensions:
         raise rejected.error(
@@ -296,7 +296,7 @@ def _pair(chosen: Field, rejected: Field, parts: Mapping[str, Part]) -> tuple[Ar
     return entries[index], "token"
 
 
-def _scored_entries(field: Field, part: Part) -> Array:
+def _scored_entries(field: Field, part: ScoredIds) -> Array:
     """``[T, ...]``: the entries of scored tokens, from sequences with one entry per token or per scored token."""
     lengths, tokens, counts = field.lengths, part.ids.lengths, part.counts
     full, compact = lengths == tokens, lengths == counts

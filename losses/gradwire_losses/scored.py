@@ -13,7 +13,7 @@ IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True)
-class Part:
+class ScoredIds:
     """The sequences of one ids field, complete or (responses) without their beginning.
 
     Attributes:
@@ -61,7 +61,9 @@ def _check_whole(ids: Field, context_length: int | None) -> None:
     _check_lengths(ids, ids.lengths, context_length)
 
 
-def whole_sequences(fields: Mapping[str, Field], name: str, masks: tuple[str, ...], context_length: int | None) -> Part:
+def whole_sequences(
+    fields: Mapping[str, Field], name: str, masks: tuple[str, ...], context_length: int | None
+) -> ScoredIds:
     """Build the part of an ids field whose rows are whole sequences: the first token of each is not scored."""
     ids = fields[name]
     lengths = ids.lengths
@@ -82,10 +84,10 @@ def whole_sequences(fields: Mapping[str, Field], name: str, masks: tuple[str, ..
             )
         position = np.arange(len(scored)) - np.repeat(starts_of(lengths), lengths)
         scored &= position >= np.repeat(prompts.values, lengths)
-    return Part(ids, scored, count_scored(scored, lengths))
+    return ScoredIds(ids, scored, count_scored(scored, lengths))
 
 
-def predictions(fields: Mapping[str, Field], context_length: int | None) -> Part:
+def predictions(fields: Mapping[str, Field], context_length: int | None) -> ScoredIds:
     """Build the part of ``input_ids`` whose ``target_tokens`` define the prediction after each token."""
     ids, targets = fields["input_ids"], fields["target_tokens"]
     _check_whole(ids, context_length)
@@ -99,18 +101,18 @@ def predictions(fields: Mapping[str, Field], context_length: int | None) -> Part
     if targets.values.ndim == 2 and not targets.values.shape[1]:
         raise targets.error("no candidates", "at least one candidate a token")
     scored = _mask(fields["mask"], ids) if "mask" in fields else np.ones(len(ids.values), dtype=bool)
-    return Part(ids, scored, count_scored(scored, ids.lengths))
+    return ScoredIds(ids, scored, count_scored(scored, ids.lengths))
 
 
-def labelled_tokens(ids: Field, labels: Field, context_length: int | None) -> Part:
+def labelled_tokens(ids: Field, labels: Field, context_length: int | None) -> ScoredIds:
     """Build the part of ``input_ids`` whose labels belong to the token itself, after reading it; -100 for none."""
     _check_whole(ids, context_length)
     _check_entries(labels, ids)
     scored = np.not_equal(labels.values, IGNORED_LABEL)
-    return Part(ids, scored, count_scored(scored, ids.lengths))
+    return ScoredIds(ids, scored, count_scored(scored, ids.lengths))
 
 
-def responses_to_prompts(fields: Mapping[str, Field], context_length: int | None) -> Part:
+def responses_to_prompts(fields: Mapping[str, Field], context_length: int | None) -> ScoredIds:
     """Build the part of ``response_ids``: all of its tokens follow a prompt, so each can be scored."""
     prompts, responses = fields["prompt_ids"], fields["response_ids"]
     if (empty := prompts.lengths == 0).any():
@@ -128,7 +130,7 @@ def responses_to_prompts(fields: Mapping[str, Field], context_length: int | None
         masks = fields["response_masks"]
         check_samples(masks, samples)
         scored &= _mask(masks, responses)
-    return Part(responses, scored, count_scored(scored, responses.lengths))
+    return ScoredIds(responses, scored, count_scored(scored, responses.lengths))
 
 
 def check_samples(field: Field, samples: Array) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gradwire_feedback.database.connection import Database
 from gradwire_feedback.settings import Settings
-from gradwire_feedback.training.jobs import Jobs
+from gradwire_feedback.training.jobs import JobRunner
 from gradwire_feedback.training.server import TrainingServer
 
 
@@ -17,4 +17,4 @@ class Context:
     settings: Settings
     database: Database
     server: TrainingServer
-    jobs: Jobs
+    jobs: JobRunner

@@ -15,7 +15,7 @@ from gradwire_feedback.context import Context
 from gradwire_feedback.database.connection import Database, UnusableDatabaseError
 from gradwire_feedback.database.ownership import Ownership
 from gradwire_feedback.settings import Settings
-from gradwire_feedback.training.jobs import Jobs
+from gradwire_feedback.training.jobs import JobRunner
 from gradwire_feedback.training.server import TrainingServer
 
 GRACE_S = 5
@@ -34,7 +34,7 @@ async def serve_until_stopped(settings: Settings, database: Database) -> bool:
     listener = listen(settings.host, settings.port)
     ownership = Ownership(database, url_of(listener))
     server = TrainingServer(settings)
-    jobs = Jobs(settings, database, server)
+    jobs = JobRunner(settings, database, server)
     app = create_application(Context(settings, database, server, jobs))
     http = HttpServer(
         uvicorn.Config(

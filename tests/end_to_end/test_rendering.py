@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from gradwire.data import Conversation, Preference, Rating
 from gradwire.errors import InvalidArgumentError, LimitExceededError, UnsupportedError
-from gradwire.recipes.tokens import NOT_IN_HISTORY, Tokens
+from gradwire.recipes.tokens import NOT_IN_HISTORY, RowEncoder
 from gradwire.rl import RunInference, SamplingParams, Tool
 from gradwire.rl.generation import Generation, ServiceCodec, TokenizerCodec
 from gradwire.rl.prompts import TokenHistory
@@ -139,7 +139,7 @@ async def test_recipes_learn_every_answer_behind_its_prompt(
     off = Conversation((*talk[:1], thought), template_kwargs=OFF, place="a, line 4")
     async with gradwire.connect(address) as service:
         info = next(each for each in await service.list_models() if each.name == "qwen")
-        tokens = Tokens(service, info, 900)
+        tokens = RowEncoder(service, info, 900)
         whole = Conversation((*talk, sure, yes), (tool,), weight=0.5, place="a, line 1")
         rows = await tokens.rows([whole, Conversation(talk), off, replace(off, place="a, line 5")])
         assert [learned(tokenizers["qwen"], row) for row in rows] == [
@@ -166,7 +166,7 @@ async def test_recipes_learn_every_answer_behind_its_prompt(
             list(talk[:1]), tools=[tool], add_generation_prompt=True, **OFF
         )["input_ids"]
         assert prompt.tolist() == expected
-        small = Tokens(service, replace(info, vocab_size=100), 256, on_error="skip")
+        small = RowEncoder(service, replace(info, vocab_size=100), 256, on_error="skip")
         for encode in (small.rows, lambda some: small.prompts(some, 0)):
             assert not await small.fitting([replace(whole, place="here")], encode)
             assert "and the model has 100: the tokenizer's added tokens need" in small.skipped["here"]

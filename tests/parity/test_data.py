@@ -22,7 +22,7 @@ import pytest
 from gradwire.cli.data import model_of as named
 from gradwire.cli.learned import learned
 from gradwire.data import LOADERS, DataError
-from gradwire.recipes.tokens import RowRefusedError, Tokens
+from gradwire.recipes.tokens import RowEncoder, RowRefusedError
 from support.chats import chat_model
 from support.drawn_rows import KINDS, ODDITIES, Drawn, Row, draw, write
 
@@ -217,7 +217,7 @@ async def by_gradwire(service: Any, model: Any, path: Path, kind: str, count: in
         return [str(error)] * count
     for each in rows.skipped:
         found[line_of(each.place)] = each.reason
-    tokens = Tokens(service, model, MOST)
+    tokens = RowEncoder(service, model, MOST)
     for row in rows:
         try:
             made = await learned(tokens, [row], "all" if "sharegpt" in path.name else "assistant")

@@ -10,7 +10,7 @@ from gradwire_losses.registry import LossConfig, LossSpec
 from gradwire_proto.v1.training_pb2 import OptimStep
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.operations.scores import evaluate
-from gradwire_server.engine.scoring.forward import Reading
+from gradwire_server.engine.scoring.forward import Scoring
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.step import checked, pass_over
@@ -48,9 +48,9 @@ def scores_on(
 ) -> LossEvaluation:
     """Compute scores, and a loss if given, without gradients; ``asked`` as of :func:`.step.checked`."""
     if loss is None:
-        return evaluate(Reading(policy, batch, outputs, temperature, None, budget), outputs=outputs)
+        return evaluate(Scoring(policy, batch, outputs, temperature, None, budget), outputs=outputs)
     step = checked(loss, config or loss.config(), policy, batch, outputs=outputs, budget=budget, **asked)
-    return evaluate(step.reading, step, outputs=outputs)
+    return evaluate(step.scoring, step, outputs=outputs)
 
 
 def take_step(run: EngineRun, settings: OptimStep) -> StepOutcome:

@@ -150,17 +150,17 @@ def _measured(rows: Any, model: str, address: str, max_tokens: int, *, first: bo
 
 async def _measure(rows: Any, model: str, address: str, max_tokens: int, *, first: bool) -> _Measured:
     from gradwire.cli.learned import Learned, learned, show
-    from gradwire.recipes.tokens import Tokens
+    from gradwire.recipes.tokens import RowEncoder
 
     own: dict[str, Any] = {} if address else {"models": [model]}
     async with gradwire.connect(address or None, **own) as service:
         info = await model_of(service, model if address else "")
-        tokens = Tokens(service, info, max_tokens, overlong="skip", on_error="skip", tell=False)
+        tokens = RowEncoder(service, info, max_tokens, overlong="skip", on_error="skip", tell=False)
         encoded: list[Learned] = []
         for start in range(0, len(rows), CHUNK):
             encoded += await tokens.fitting(rows[start : start + CHUNK], lambda part: learned(tokens, part))
         if first:
-            whole = Tokens(service, info, info.context_length, on_error="skip", tell=False)
+            whole = RowEncoder(service, info, info.context_length, on_error="skip", tell=False)
             found = await whole.fitting(rows[:1], lambda part: learned(whole, part))
             await show(Console(soft_wrap=True, highlight=False), service, info.name, rows[0].place, found)
         return [(len(ids), int(sum(mask))) for _, ids, mask in encoded], tokens.skipped, tokens.remarks

@@ -13,7 +13,7 @@ import gradwire
 from gradwire.cli.text import plain
 
 if TYPE_CHECKING:
-    from gradwire.recipes.tokens import Tokens
+    from gradwire.recipes.tokens import RowEncoder
 
 
 class Learned(NamedTuple):
@@ -30,7 +30,7 @@ class Learned(NamedTuple):
     mask: Any
 
 
-async def learned(tokens: Tokens, rows: Sequence[Any], train_on: str = "assistant") -> list[Learned]:
+async def learned(tokens: RowEncoder, rows: Sequence[Any], train_on: str = "assistant") -> list[Learned]:
     """Encode rows of one kind as the recipe for them does; of prompts nothing is learned: answers are sampled."""
     from gradwire import data
 

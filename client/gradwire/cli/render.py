@@ -61,12 +61,12 @@ def render(
 
 
 async def _show(access: Access, model: str, train_on: str, rows: Sequence[Any], as_json: bool) -> None:
-    from gradwire.recipes.tokens import Tokens
+    from gradwire.recipes.tokens import RowEncoder
 
     out = Console(soft_wrap=True, highlight=False)
     async with gradwire.connect(access.address, **access.options()) as service:
         info = await model_of(service, model)
-        tokens = Tokens(service, info, info.context_length)
+        tokens = RowEncoder(service, info, info.context_length)
         for each in rows:
             found = await tokens.fitting([each], lambda some: learned(tokens, some, train_on))
             if not as_json:

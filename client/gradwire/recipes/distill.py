@@ -11,7 +11,7 @@ from gradwire import data
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.settings import RowSettings, SettingsError, loss_arguments, setting
 from gradwire.recipes.supervised import train_rows
-from gradwire.recipes.tokens import Tokens
+from gradwire.recipes.tokens import RowEncoder
 from gradwire.recipes.training import Training
 
 
@@ -39,7 +39,7 @@ async def train(settings: Distill, *, dry_run: bool = False) -> Estimate | None:
     kwargs = {"beta": settings.beta, "reference_model": settings.teacher, **settings.loss}
 
     async def answered(
-        training: Training, tokens: Tokens, batch: Sequence[data.Conversation], step: int
+        training: Training, tokens: RowEncoder, batch: Sequence[data.Conversation], step: int
     ) -> list[dict[str, Any]] | None:
         """Sample the student's own answers to the prompts of a batch; a step below 0 is an estimate's."""
         if step >= 0 and random.Random(f"{settings.seed} {step}").random() >= settings.own_answers:
@@ -58,6 +58,6 @@ async def train(settings: Distill, *, dry_run: bool = False) -> Estimate | None:
         ]
 
     return await train_rows(
-        settings, data.conversations, Tokens.rows, "gkd", kwargs, sampled=answered,
+        settings, data.conversations, RowEncoder.rows, "gkd", kwargs, sampled=answered,
         sampled_share=settings.own_answers, dry_run=dry_run,
     )  # fmt: skip

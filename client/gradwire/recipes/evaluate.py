@@ -21,7 +21,7 @@ from gradwire.recipes.own_code import AnsweredRow, RewardGrader
 from gradwire.recipes.runs import open_service
 from gradwire.recipes.settings import ServiceSettings, SettingsError, setting
 from gradwire.recipes.settings_file import example, load
-from gradwire.recipes.tokens import Tokens
+from gradwire.recipes.tokens import RowEncoder
 from gradwire.rl.rewards.graders import Grader, GraderError, Sample, SampleError, ServiceJudge, grader_of
 from gradwire.whole_files import whole_file
 
@@ -173,7 +173,7 @@ async def _answered(
     model = next((each for each in await service.list_models() if each.name == base), None)
     if model is None:
         raise SettingsError(f"checkpoints has {source}, whose model {base} is not on this server")
-    tokens = Tokens(service, model, settings.max_tokens, on_error=settings.on_error)
+    tokens = RowEncoder(service, model, settings.max_tokens, on_error=settings.on_error)
     sampler = service.sampling_client(source)
     for start in range(0, len(rows), max(1, AT_ONCE // settings.answers)):
         part = rows[start : start + max(1, AT_ONCE // settings.answers)]
@@ -200,7 +200,7 @@ async def _answered(
     tokens.tell_of_rows()
 
 
-async def _prompts(tokens: Tokens, rows: Sequence[Prompt], room: int) -> list[tuple[Prompt, Any]]:
+async def _prompts(tokens: RowEncoder, rows: Sequence[Prompt], room: int) -> list[tuple[Prompt, Any]]:
     return list(zip(rows, await tokens.prompts(rows, room)))
 
 

@@ -10,7 +10,7 @@ from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.runs import start_reference
 from gradwire.recipes.settings import RowSettings, loss_arguments, setting
 from gradwire.recipes.supervised import train_rows
-from gradwire.recipes.tokens import Tokens
+from gradwire.recipes.tokens import RowEncoder
 
 
 @dataclass
@@ -29,4 +29,4 @@ class KTO(RowSettings):
 async def train(settings: KTO, *, dry_run: bool = False) -> Estimate | None:
     """Run the training, or only estimate it."""
     kwargs = {"beta": settings.beta, "reference_model": start_reference(settings, settings.reference), **settings.loss}
-    return await train_rows(settings, data.ratings, Tokens.ratings, "kto", kwargs, dry_run=dry_run)
+    return await train_rows(settings, data.ratings, RowEncoder.ratings, "kto", kwargs, dry_run=dry_run)

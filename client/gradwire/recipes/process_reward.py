@@ -9,7 +9,7 @@ from gradwire import data
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.settings import RowSettings, loss_arguments, setting
 from gradwire.recipes.supervised import train_rows
-from gradwire.recipes.tokens import Tokens
+from gradwire.recipes.tokens import RowEncoder
 
 
 @dataclass
@@ -26,6 +26,6 @@ class ProcessReward(RowSettings):
 async def train(settings: ProcessReward, *, dry_run: bool = False) -> Estimate | None:
     """Run the training, or only estimate it."""
     return await train_rows(
-        settings, data.steps, Tokens.steps, "token_classification", settings.loss, head="classification",
+        settings, data.steps, RowEncoder.steps, "token_classification", settings.loss, head="classification",
         num_labels=2, dry_run=dry_run,
     )  # fmt: skip

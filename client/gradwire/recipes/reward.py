@@ -10,7 +10,7 @@ from gradwire import data
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.settings import RowSettings, loss_arguments, setting
 from gradwire.recipes.supervised import train_rows
-from gradwire.recipes.tokens import Tokens
+from gradwire.recipes.tokens import RowEncoder
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Reward(RowSettings):
 async def train(settings: Reward, *, dry_run: bool = False) -> Estimate | None:
     """Run the training, or only estimate it."""
 
-    async def encode(tokens: Tokens, rows: Sequence[data.Preference]) -> list[dict[str, Any]]:
+    async def encode(tokens: RowEncoder, rows: Sequence[data.Preference]) -> list[dict[str, Any]]:
         ids = ("chosen_input_ids", "rejected_input_ids")
         pairs = [{name: row[name] for name in ids} for row in await tokens.pairs(rows, margins=True)]
         if any(each.margin for each in rows):

@@ -29,7 +29,7 @@ from gradwire.recipes.rates import scheduled
 from gradwire.recipes.report import ANSWERS
 from gradwire.recipes.rows import rows_of
 from gradwire.recipes.settings import Schedule, Settings, SettingsError, setting
-from gradwire.recipes.tokens import RowRefusedError, Tokens
+from gradwire.recipes.tokens import RowEncoder, RowRefusedError
 from gradwire.recipes.training import Training, open_training
 from gradwire.rl import Algorithm, AlgorithmConfig, TrajectoryRecorder
 from gradwire.rl.environments import Environment, GroupBuilder
@@ -132,7 +132,7 @@ async def train_with(
         reward_models(training.service, settings.reward) as models,
     ):
         service, model = training.service, training.model
-        tokens = Tokens(service, model, settings.max_tokens, on_error=settings.on_error)
+        tokens = RowEncoder(service, model, settings.max_tokens, on_error=settings.on_error)
         tasks: Sequence[Task] = Viewed(kept, lambda row: _task(row, settings))
         if kept.in_memory:  # else a prompt that the template refuses costs its own answers only
             tasks = await _tasks(settings, tokens, kept)
@@ -194,7 +194,7 @@ def _optimizer(settings: RLSettings, peak: float, total: int, has_head: bool) ->
     }  # fmt: skip
 
 
-async def _tasks(settings: RLSettings, tokens: Tokens, rows: Sequence[data.Prompt]) -> list[Task]:
+async def _tasks(settings: RLSettings, tokens: RowEncoder, rows: Sequence[data.Prompt]) -> list[Task]:
     """Problems whose prompts the model's template writes, so that no iteration fails by one that it refuses."""
 
     compared = {*([settings.reward] if isinstance(settings.reward, str) else settings.reward)} & COMPARING

@@ -9,7 +9,7 @@ from gradwire import data
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.settings import RowSettings, loss_arguments, setting
 from gradwire.recipes.supervised import train_rows
-from gradwire.recipes.tokens import Tokens
+from gradwire.recipes.tokens import RowEncoder
 
 
 @dataclass
@@ -25,4 +25,4 @@ class SimPO(RowSettings):
 
 async def train(settings: SimPO, *, dry_run: bool = False) -> Estimate | None:
     """Run the training, or only estimate it."""
-    return await train_rows(settings, data.preferences, Tokens.pairs, "simpo", settings.loss, dry_run=dry_run)
+    return await train_rows(settings, data.preferences, RowEncoder.pairs, "simpo", settings.loss, dry_run=dry_run)

@@ -20,14 +20,14 @@ from gradwire.recipes.rates import scheduled
 from gradwire.recipes.report import LOG
 from gradwire.recipes.rows import rows_of
 from gradwire.recipes.settings import RowSettings
-from gradwire.recipes.tokens import Tokens
+from gradwire.recipes.tokens import RowEncoder
 from gradwire.recipes.training import Training, open_training
 
 T = TypeVar("T")
 MEASURED = 256
 """Rows whose tokens are counted at once."""
-Encode = Callable[[Tokens, Sequence[T]], Awaitable[list[Any]]]
-Sample = Callable[[Training, Tokens, Sequence[T], int], Awaitable[list[Any] | None]]
+Encode = Callable[[RowEncoder, Sequence[T]], Awaitable[list[Any]]]
+Sample = Callable[[Training, RowEncoder, Sequence[T], int], Awaitable[list[Any] | None]]
 """Rows that the policy itself writes at a step; None where the given rows are trained on."""
 
 
@@ -56,7 +56,7 @@ async def train_rows(
     """
     kept, held_out = rows_of(load, settings)
     async with open_training(settings, head=head, num_labels=num_labels, dry_run=dry_run) as training:
-        tokens = Tokens(training.service, training.model, settings.max_tokens, settings.overlong, settings.on_error)
+        tokens = RowEncoder(training.service, training.model, settings.max_tokens, settings.overlong, settings.on_error)
         evaluated: list[Any] = []
 
         async def given(batch: Sequence[T], step: int = 0) -> list[Any]:

@@ -42,7 +42,7 @@ class RowRefusedError(ValueError):
         self.index, self.reason, self.overlong = index, reason, overlong
 
 
-class Tokens:
+class RowEncoder:
     """Encodes conversations for one model.
 
     Args:

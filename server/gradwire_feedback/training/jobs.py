@@ -43,7 +43,7 @@ MOST_STARTS = 50
 RETRY_AFTER_S = 2.0
 
 
-class Jobs:
+class JobRunner:
     """Runs jobs, one at a time; the service has one instance.
 
     Args:

@@ -23,7 +23,7 @@ from gradwire_server.config import CHUNK_BYTES, ServerConfig
 from gradwire_server.core.incoming import Incoming
 from gradwire_server.core.jobs.file_parts import FileParts
 from gradwire_server.core.jobs.files import Files
-from gradwire_server.core.jobs.jobs import Jobs
+from gradwire_server.core.jobs.jobs import JobService
 from gradwire_server.core.jobs.specs import JobSpecs
 from gradwire_server.core.jobs.states import JobStates
 from gradwire_server.core.jobs.turns import JobTurns
@@ -165,7 +165,7 @@ class Core(Startable):
         await asyncio.to_thread(self.file_parts.clean)
         await self.files.load()
         states = JobStates(storage.jobs, self._jobs_changed, self.scheduler.feed.job_changed)
-        self.jobs = Jobs(config, states, JobSpecs(config, self.keys, self.files, self._models))
+        self.jobs = JobService(config, states, JobSpecs(config, self.keys, self.files, self._models))
         self.job_turns = JobTurns(config, states, self.keys)
         self.job_workers = JobWorkers(self.jobs, self.job_turns, self.keys, config.job_workers)
         self._webhook = Webhook(self.jobs, config.webhook, config.state_dir / "webhook.secret")

@@ -55,7 +55,7 @@ from gradwire_server.engine.model.layers.dropout import seeded
 from gradwire_server.engine.model.layers.routers import PROBABILITIES, RouterSums, balance_hint
 from gradwire_server.engine.model.packing import Packing
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.scoring.forward import Reading
+from gradwire_server.engine.scoring.forward import Scoring
 from gradwire_server.engine.scoring.planner import Budget, MicroBatch, split_for_training
 from gradwire_server.engine.scoring.score_types import (
     HEAD_OF_SCORE,
@@ -87,7 +87,7 @@ class Step:
     """A loss on a batch, with all that its pass needs.
 
     Attributes:
-        reading: The scores that it needs of the policy on the whole batch, and those to return.
+        scoring: The scores that it needs of the policy on the whole batch, and those to return.
         own_scores: Names of those that the loss needs.
         outputs: Names of those to return, and :data:`ADVANTAGES`.
         streams: Whether the loss of the batch is the sum of those of its micro-batches.
@@ -101,7 +101,7 @@ class Step:
 
     loss: LossSpec
     config: LossConfig
-    reading: Reading
+    scoring: Scoring
     own_scores: frozenset[str]
     outputs: tuple[str, ...]
     streams: bool
@@ -113,16 +113,16 @@ class Step:
 
     @property
     def policy(self) -> Policy:
-        return self.reading.policy
+        return self.scoring.policy
 
     @property
     def batch(self) -> Batch:
-        return self.reading.batch
+        return self.scoring.batch
 
     @cached_property
     def micros(self) -> list[MicroBatch]:
         """The micro-batches that go through the model."""
-        return split_for_training(self.policy, self.batch, self.reading.budget)
+        return split_for_training(self.policy, self.batch, self.scoring.budget)
 
     @property
     def parts(self) -> list[list[MicroBatch]]:
@@ -133,7 +133,7 @@ class Step:
     def can_join(self) -> bool:
         """Whether others may share its pass: one micro-batch with scored tokens, without images or an added head."""
         alone = self.adds_head or self.batch.images is not None
-        return not alone and len(self.micros) == 1 and len(self.reading.positions) > 0
+        return not alone and len(self.micros) == 1 and len(self.scoring.positions) > 0
 
 
 def resolve(
@@ -237,7 +237,7 @@ def checked(
         ref_logprobs = reference(batch, temperature).detach().to(policy.device, torch.float32, non_blocking=True)
     streams = loss.streams(config, frozenset(batch.fields)) and not policy.router_aux_loss_coef
     step = Step(
-        loss=loss, config=config, reading=Reading(policy, batch, own | further, temperature, compared, budget),
+        loss=loss, config=config, scoring=Scoring(policy, batch, own | further, temperature, compared, budget),
         own_scores=own, outputs=tuple(outputs), streams=streams, ref_logprobs=ref_logprobs, adds_head=adds_head,
         dropout_seed=dropout_seed, executor=executor_of(budget.lanes, agreement),
     )  # fmt: skip
@@ -299,7 +299,7 @@ def pass_over(steps: Sequence[Step]) -> list[Passed | None]:
         Exception: Any error in the shared computation.
     """
     first, recomputed = steps[0], False
-    readings = [step.reading for step in steps]
+    scorings = [step.scoring for step in steps]
     parts = list(zip(*(step.parts for step in steps), strict=True))  # each with the micro-batches of every step
     # Either the parts are spread over the processes, or the micro-batches of the one part there is.
     outer, inner = first.executor.split(streams=first.streams)
@@ -308,7 +308,7 @@ def pass_over(steps: Sequence[Step]) -> list[Passed | None]:
     def over_part(turn: Turn) -> Scored:
         nonlocal recomputed
         part = parts[turn.number]
-        scores = DifferentiableScores(readings, part, keep_single=True, dropout_seed=first.dropout_seed, executor=inner)
+        scores = DifferentiableScores(scorings, part, keep_single=True, dropout_seed=first.dropout_seed, executor=inner)
         gradients: list[Mapping[Key, Mapping[str, Tensor]]] = [{}] * len(steps)
         with inner.together("loss"):
             if not turn.repeated:
@@ -325,7 +325,7 @@ def pass_over(steps: Sequence[Step]) -> list[Passed | None]:
     norms = shared_norms(collectors, first.policy.device)
     for number, theirs in enumerate(scored):  # the loss on the parts of other processes follows from their scores
         if number not in values:
-            values[number] = _losses_on(steps, parts[number], *combined(readings, parts[number], [theirs]), number)
+            values[number] = _losses_on(steps, parts[number], *combined(scorings, parts[number], [theirs]), number)
     by_step = zip(*map(values.__getitem__, range(len(parts))), strict=True)
     return [
         tried(partial(_summed_up, step, own, collector, norm, recomputed=recomputed), alone=len(steps) == 1)
@@ -403,7 +403,7 @@ def _loss_on(
     Raises:
         OperationError: INVALID_BATCH.
     """
-    batch = batch_of(step.reading, part)
+    batch = batch_of(step.scoring, part)
     micro = None if batch is step.batch else part[0]
     scores = _own_scores(step, micro, computed)
     leaves = {
@@ -437,7 +437,7 @@ def _loss_on(
 
 
 def loss_on_batch(step: Step, computed: Mapping[str, Tensor]) -> LossOutput:
-    """Evaluate a step's loss on the whole batch, without gradients, given the scores of :attr:`Step.reading`.
+    """Evaluate a step's loss on the whole batch, without gradients, given the scores of :attr:`Step.scoring`.
 
     Raises:
         OperationError: INVALID_BATCH.

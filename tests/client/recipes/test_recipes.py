@@ -18,7 +18,7 @@ from gradwire.recipes import command, distill, dpo, grpo, ppo, reward, sft
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.folder import facts_of, next_steps, open_folder
 from gradwire.recipes.settings import SettingsError
-from gradwire.recipes.tokens import Tokens
+from gradwire.recipes.tokens import RowEncoder
 from support.chats import chat_model
 from support.server import Server
 from support.tiny import tiny_model
@@ -80,7 +80,7 @@ async def test_what_a_row_says_of_its_weight_is_trained_on(server: Server, name:
     asked, answered = {"role": "user", "content": "2 and 2?"}, {"role": "assistant", "content": "4"}
     async with gradwire.connect(server.address) as service:
         model = next(each for each in await service.list_models() if each.name == name)
-        tokens = Tokens(service, model, 256)
+        tokens = RowEncoder(service, model, 256)
         whole, unlearned, half, other = await tokens.rows(
             [
                 Conversation((asked, answered)),

@@ -19,7 +19,7 @@ import openai
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import Caller
-from gradwire_server.doors.http.openai.answers import TextOffsets, Tokens, TokenTexts, bytes_of_piece, streamed
+from gradwire_server.doors.http.openai.answers import ScoredTokens, TextOffsets, TokenTexts, bytes_of_piece, streamed
 from gradwire_server.doors.http.openai.events import _line
 from gradwire_server.doors.http.openai.tools import certain_content, forced_schema, read_answer
 from gradwire_server.errors import ServiceError, parked_error
@@ -262,11 +262,11 @@ async def test_offsets_count_spaces_that_only_the_first_token_of_a_text_loses() 
 
     core: Any = SimpleNamespace(texts=SimpleNamespace(decode=decode, pieces=pieces))
     texts, ids = TokenTexts(core, Caller(""), "m"), [WORDS.index(word) for word in LATIN]
-    text_of = await texts.read([Tokens(ids)])
+    text_of = await texts.read([ScoredTokens(ids)])
     assert tokenizer.decode(ids) == "the catsé cat"
     assert TextOffsets(texts).add(ids) == [0, 3, 7, 8, 8, 9] and [*map(text_of, ids[1:3])] == [" cat", "s"]
     blank = [WORDS.index(word) for word in ("▁", "▁cat", "s")]
-    await texts.read([Tokens(blank)])
+    await texts.read([ScoredTokens(blank)])
     assert tokenizer.decode(blank) == " cats" and TextOffsets(texts).add(blank) == [0, 0, 4]
 
 

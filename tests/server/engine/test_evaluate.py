@@ -16,7 +16,7 @@ from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.operations.scores import client_backward, keep_scores
-from gradwire_server.engine.scoring.forward import Reading, score_batch
+from gradwire_server.engine.scoring.forward import Scoring, score_batch
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.step import Reference
@@ -56,7 +56,7 @@ def base_reference(run: EngineRun) -> Reference:
 
     def reference(batch: Batch, temperature: float) -> torch.Tensor:
         base = Policy(run.policy.split_model)
-        return score_batch(Reading(base, batch, ["logprobs"], 1.5 * temperature, None, WHOLE))["logprobs"]
+        return score_batch(Scoring(base, batch, ["logprobs"], 1.5 * temperature, None, WHOLE))["logprobs"]
 
     return reference
 
@@ -171,7 +171,7 @@ def test_a_loss_in_two_units_averages_each_over_its_own_count(make_run: Any, bat
         get_loss("causal_lm"), name="two_units", function=function, scores=lambda c, p: frozenset({"logprobs"})
     )
     batch, run = batches.batch(loss, rows=7), make_run()
-    logprobs = score_batch(Reading(run.policy, batch, ["logprobs"], 1.0, None, WHOLE))["logprobs"]
+    logprobs = score_batch(Scoring(run.policy, batch, ["logprobs"], 1.0, None, WHOLE))["logprobs"]
     whole, expected = evaluate(run, batch, loss, WHOLE)
     by_hand = -logprobs.mean() + logprobs.exp().sum() / 7 + logprobs.square().sum() * 1e-3
     assert whole.loss == pytest.approx(by_hand.item(), rel=1e-5)
@@ -364,7 +364,7 @@ def test_a_batch_may_say_what_is_predicted(make_run: Any) -> None:
         target_tokens=candidates[:, 0],
     )  # fmt: skip
     names = ["logprobs", "candidate_logprobs", "token_rewards"]
-    found = score_batch(Reading(run.policy, batch, names, 1.0, None, Budget(10)))
+    found = score_batch(Scoring(run.policy, batch, names, 1.0, None, Budget(10)))
     with torch.no_grad():
         states = run.policy.hidden(ids, lengths)[scored]
         log_p = (states @ run.policy.compute(run.policy.output_head).weight.T).log_softmax(-1)

@@ -15,7 +15,7 @@ from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.packing import Packing, lay_out
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.prefix_tree import distinct_tokens
-from gradwire_server.engine.scoring.forward import Reading, score_batch
+from gradwire_server.engine.scoring.forward import Scoring, score_batch
 from gradwire_server.engine.scoring.planner import Budget, split
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.step import Reference
@@ -71,7 +71,7 @@ def config_of(loss: LossSpec) -> LossConfig:
 def reference_of(run: EngineRun) -> Reference:
     def reference(batch: Batch, temperature: float) -> torch.Tensor:
         base = Policy(run.policy.split_model)
-        return score_batch(Reading(base, batch, ["logprobs"], 1.5 * temperature, None, WHOLE))["logprobs"]
+        return score_batch(Scoring(base, batch, ["logprobs"], 1.5 * temperature, None, WHOLE))["logprobs"]
 
     return reference
 
@@ -149,9 +149,9 @@ def test_a_row_a_turn_is_computed_as_one_row_a_conversation(make_run: Any, pool:
     scored = torch.cat([torch.arange(len(row)) > 0 for row in rows])
     batch = Batch(ids, lengths, scored, torch.ones_like(lengths))
     assert len(lay_out(ids, lengths, torch.tensor([len(rows)])).input_ids) == 40 + 3 * 40
-    reading = Reading(run.policy, batch, ["logprobs"], 1.0, None, WHOLE)
-    distinct, _ = reading.arranged(training=True)
-    assert len(distinct.positions) == 40 - 1 + 3 * 40 and len(reading.positions) == batch.num_scored
+    scoring = Scoring(run.policy, batch, ["logprobs"], 1.0, None, WHOLE)
+    distinct, _ = scoring.arranged(training=True)
+    assert len(distinct.positions) == 40 - 1 + 3 * 40 and len(scoring.positions) == batch.num_scored
     assert [micro.computed_tokens for micro in split(batch, 10**6, Packing.SHARED)] == [160]
 
 

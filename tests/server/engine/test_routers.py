@@ -248,7 +248,7 @@ def test_a_loss_of_the_client_is_balanced_too(tmp_path: Path) -> None:
     expected, evaluated = trained(policy, SPLIT)
     accumulator = GradientAccumulator()
     kept, _ = keep_scores(policy, batch_of(ROWS), ["logprobs"], budget=SPLIT)
-    count = kept.readings[0].batch.num_scored
+    count = kept.scorings[0].batch.num_scored
     metrics = client_backward(kept, {"logprobs": torch.full((count,), -1.0 / count)}, 7.0, accumulator)
     assert metrics == pytest.approx({name: evaluated.metrics[name] for name in metrics}, rel=1e-6) and len(metrics) == 4
     sums, factor = accumulator.normalised()

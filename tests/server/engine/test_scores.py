@@ -12,7 +12,7 @@ from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.operations.scores import keep_scores
-from gradwire_server.engine.scoring.forward import Reading, score_batch
+from gradwire_server.engine.scoring.forward import Scoring, score_batch
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.scoring.score_types import Teacher
 from support.training import scores_on, train_on
@@ -49,7 +49,7 @@ def hidden_at(policy: Policy, batch: Batch, positions: list[int]) -> torch.Tenso
 def test_divergence_is_that_of_the_distributions_before_each_token(make_run: Any, beta: float, budget: Budget) -> None:
     run, batch = moved(make_run(lora=4)), two_rows()
     teacher = Policy(run.policy.split_model)
-    found = score_batch(Reading(run.policy, batch, ["divergence"], 0.8, Teacher(teacher, beta), budget))["divergence"]
+    found = score_batch(Scoring(run.policy, batch, ["divergence"], 0.8, Teacher(teacher, beta), budget))["divergence"]
     before = [0, 1, 2, 4, 5]
     logs = [
         torch.log_softmax(hidden_at(policy, batch, before) @ policy.compute(policy.output_head).weight.T / 0.8, -1)
@@ -96,7 +96,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(make_run: Any) -> None:
 @pytest.mark.parametrize("budget", [WHOLE, SMALL])
 def test_classes_are_read_at_the_last_token_and_at_each(make_run: Any, budget: Budget) -> None:
     run, batch = moved(make_run(lora=4, head="classification")), two_rows()
-    scores = score_batch(Reading(run.policy, batch, ["class_logits", "token_class_logits"], 1.0, None, budget))
+    scores = score_batch(Scoring(run.policy, batch, ["class_logits", "token_class_logits"], 1.0, None, budget))
     head = run.policy.head
     assert head is not None
     torch.testing.assert_close(scores["class_logits"], head(hidden_at(run.policy, batch, [3, 6])).detach())

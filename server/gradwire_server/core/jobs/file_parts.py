@@ -62,7 +62,7 @@ class Upload:
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """A part that arrives."""
 
     upload: Upload
@@ -136,7 +136,7 @@ class FileParts:
         return upload
 
     @contextmanager
-    def part(self, caller: Caller, upload_id: str) -> Iterator[Part]:
+    def part(self, caller: Caller, upload_id: str) -> Iterator[FilePart]:
         """A new part of an upload, which is forgotten if the context ends with an error.
 
         Raises:
@@ -145,7 +145,7 @@ class FileParts:
         upload = self._pending(caller, upload_id)
         if len(upload.parts) >= MAX_PARTS:
             raise _too_much(f"the upload has {MAX_PARTS} parts: make them larger")
-        part = Part(upload, new_id("part_"))
+        part = FilePart(upload, new_id("part_"))
         part.reach(0)
         try:
             yield part
@@ -153,7 +153,7 @@ class FileParts:
             upload.parts.pop(part.part_id, None)
             raise
 
-    async def add(self, caller: Caller, part: Part, chunks: AsyncIterable[bytes]) -> float:
+    async def add(self, caller: Caller, part: FilePart, chunks: AsyncIterable[bytes]) -> float:
         """Take over the bytes of a part; the time.
 
         Raises:

@@ -37,7 +37,7 @@ REPEATED_S = 600.0
 """Seconds within which a client repeats a request that it had no answer to."""
 
 
-class Jobs:
+class JobService:
     """The jobs of a server."""
 
     def __init__(self, config: ServerConfig, states: JobStates, specs: JobSpecs) -> None:

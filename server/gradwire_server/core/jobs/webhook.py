@@ -23,7 +23,7 @@ from typing import Any
 
 from gradwire_proto.v1 import jobs_pb2 as jobs
 
-from gradwire_server.core.jobs.jobs import Jobs
+from gradwire_server.core.jobs.jobs import JobService
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Webhook:
         secret_file: The secret that signs, made here if there is none.
     """
 
-    def __init__(self, jobs: Jobs, url: str, secret_file: Path) -> None:
+    def __init__(self, jobs: JobService, url: str, secret_file: Path) -> None:
         self._jobs, self._url, self._secret_file = jobs, url, secret_file
         self._secret = b""
         self._telling: dict[str, asyncio.Task[None]] = {}

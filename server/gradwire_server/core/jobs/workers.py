@@ -16,7 +16,7 @@ from gradwire_http.child_processes import start_process
 from gradwire_proto.v1 import jobs_pb2 as jobs
 
 from gradwire_server.access.keys import Keys
-from gradwire_server.core.jobs.jobs import Jobs
+from gradwire_server.core.jobs.jobs import JobService
 from gradwire_server.core.jobs.states import ENDED, PAUSED
 from gradwire_server.core.jobs.turns import JobTurns
 from gradwire_server.durable_files import make_folder
@@ -39,7 +39,7 @@ class JobWorkers:
         most: Workers at a time.
     """
 
-    def __init__(self, jobs: Jobs, turns: JobTurns, keys: Keys, most: int) -> None:
+    def __init__(self, jobs: JobService, turns: JobTurns, keys: Keys, most: int) -> None:
         self._jobs, self._turns, self._keys, self._most = jobs, turns, keys, most
         self._address = ""
         self._stops: dict[str, asyncio.Event] = {}
@@ -150,6 +150,6 @@ def _signal(send: Callable[[], None]) -> None:
         send()
 
 
-def _open_log(known: Jobs, job_id: str) -> IO[bytes]:
+def _open_log(known: JobService, job_id: str) -> IO[bytes]:
     make_folder(known.folder(job_id), 0o700)
     return known.log_file(job_id).open("ab")

@@ -23,7 +23,7 @@ from gradwire_server.engine.model.layers.routers import PROBABILITIES
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.request import Columns, Outcome
-from gradwire_server.engine.scoring.forward import Reading, score_batch
+from gradwire_server.engine.scoring.forward import Scoring, score_batch
 from gradwire_server.engine.scoring.planner import Budget, split_for_scores, split_for_training
 from gradwire_server.engine.scoring.score_types import SEQUENCE_SCORES, check_candidates, check_scores
 from gradwire_server.engine.state.engine_run import EngineRun
@@ -44,8 +44,8 @@ def forward(context: EngineContext, run: EngineRun, seq: int, call: training_pb2
     if not call.loss_fn:
         refuse_part(call)
         batch = read_columns(PLAIN, columns, policy, call.maybe_padded)
-        reading = Reading(policy, batch, frozenset(call.outputs), _temperature(call.temperature), None, budget)
-        return loss_outcome(evaluate(reading, outputs=call.outputs, agreement=agreement))
+        scoring = Scoring(policy, batch, frozenset(call.outputs), _temperature(call.temperature), None, budget)
+        return loss_outcome(evaluate(scoring, outputs=call.outputs, agreement=agreement))
     loss, config = read_loss(call)
     reference, teacher = compared_with(context.references, run, config, budget)
     refuse_part(call)
@@ -54,7 +54,7 @@ def forward(context: EngineContext, run: EngineRun, seq: int, call: training_pb2
     step = checked(
         loss, config, policy, batch, outputs=call.outputs, reference=reference, teacher=teacher, budget=budget
     )
-    return loss_outcome(evaluate(step.reading, step, outputs=call.outputs, agreement=agreement))
+    return loss_outcome(evaluate(step.scoring, step, outputs=call.outputs, agreement=agreement))
 
 
 def kept_forward(
@@ -88,7 +88,7 @@ def backward(
             "run's next operation",
             "forward_seq",
         )
-    batch = kept.readings[0].batch
+    batch = kept.scorings[0].batch
     gradients: dict[str, Tensor] = {}
     for name, column in columns.items():
         score = name.removeprefix("grad_")
@@ -133,12 +133,12 @@ def loss_outcome(evaluation: LossEvaluation) -> Outcome:
 
 
 def evaluate(
-    reading: Reading, step: Step | None = None, *, outputs: Collection[str] = (), agreement: Agreement | None = None
+    scoring: Scoring, step: Step | None = None, *, outputs: Collection[str] = (), agreement: Agreement | None = None
 ) -> LossEvaluation:
     """Compute scores, and a step's loss if given, without gradients or dropout.
 
     Args:
-        reading: The scores, which are those of the step.
+        scoring: The scores, which are those of the step.
         outputs: Names of the scores to return.
         agreement: This process's agreement with the others of the engine; by default it is alone.
 
@@ -146,15 +146,15 @@ def evaluate(
         OperationError: UNSUPPORTED, INVALID_ARGUMENT, INVALID_BATCH.
     """
     sums = LossSums(step.loss.name if step is not None else "")
-    scores = score_batch(reading, agreement=agreement)
+    scores = score_batch(scoring, agreement=agreement)
     if step is not None:
         output = loss_on_batch(step, scores)
         sums.add(output)
         if output.advantages is not None:
             scores[ADVANTAGES] = output.advantages
     copies = sums.settle(outputs={name: scores[name] for name in outputs if name in scores})
-    num_microbatches = len(split_for_scores(reading.policy, reading.batch, reading.budget))
-    return reported(reading.batch, copies, num_microbatches, sums if step is not None else None)
+    num_microbatches = len(split_for_scores(scoring.policy, scoring.batch, scoring.budget))
+    return reported(scoring.batch, copies, num_microbatches, sums if step is not None else None)
 
 
 def keep_scores(
@@ -170,10 +170,10 @@ def keep_scores(
     """Compute scores for a loss on the client and keep their graph for :func:`custom_backward`."""
     check_scores(policy, names, field="scores")
     check_candidates(batch, names)
-    reading = Reading(policy, batch, names, temperature, None, budget)
+    scoring = Scoring(policy, batch, names, temperature, None, budget)
     micros = split_for_training(policy, batch, budget)
     executor = executor_of(budget.lanes, agreement)
-    kept = DifferentiableScores([reading], [micros], dropout_seed=dropout_seed, executor=executor)
+    kept = DifferentiableScores([scoring], [micros], dropout_seed=dropout_seed, executor=executor)
     (scores,) = kept.by_name
     copies = host.fetched([scores[name] for name in names])
     evaluation = reported(batch, dict(zip(names, copies, strict=True)), kept.num_microbatches, None)
@@ -204,8 +204,8 @@ def client_backward(
             field="weight",
             rule="weight > 0",
         )
-    (reading,), (scores,) = kept.readings, kept.by_name
-    policy, batch = reading.policy, reading.batch
+    (scoring,), (scores,) = kept.scorings, kept.by_name
+    policy, batch = scoring.policy, scoring.batch
     for name, gradient in gradients.items():
         if name not in scores or gradient.shape != scores[name].shape:
             there = f"{tuple(scores[name].shape)}" if name in scores else "not among the scores asked for"

@@ -91,7 +91,7 @@ def _resolved(context: EngineContext, executions: Sequence[Execution], group_tok
         if not alone:
             step.rng = partial(_rng, execution.run)
             others = [*resolved.values(), step]
-            most_tokens = min(group_tokens, *(each.reading.budget.microbatch_tokens for each in others))
+            most_tokens = min(group_tokens, *(each.scoring.budget.microbatch_tokens for each in others))
             if not (step.can_join and fit(others, most_tokens)):
                 continue
         resolved[execution] = step

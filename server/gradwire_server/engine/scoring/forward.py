@@ -56,7 +56,7 @@ class Alike(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class Scoring:
     """The scores wanted of a batch, and the positions of its hidden states that they are read at.
 
     :data:`.routers.ROUTER_SCORES` among the names are sums over all of its tokens. With ``alike``, :data:`READ_SCORES`
@@ -116,8 +116,8 @@ class Reading:
         ids = self._of_distinct(self.batch.targets[:, None])
         return torch.cat([ids, self.batch["candidates"]], dim=1) if "candidate_logprobs" in self.names else ids
 
-    def arranged(self, *, training: bool) -> tuple[Reading, Layout | Padded]:
-        """The sequences as they go through the policy, and the reading of what differs where prefixes are shared.
+    def arranged(self, *, training: bool) -> tuple[Scoring, Layout | Padded]:
+        """The sequences as they go through the policy, and the scoring of what differs where prefixes are shared.
 
         The same prediction after the same tokens has the same scores, so the output head is evaluated once for it.
         """
@@ -215,7 +215,7 @@ class Reading:
         return {name: scores[name] for name in self.names if name not in ROUTER_SCORES}
 
 
-def score_batch(reading: Reading, agreement: Agreement | None = None) -> dict[str, Tensor]:
+def score_batch(scoring: Scoring, agreement: Agreement | None = None) -> dict[str, Tensor]:
     """Compute scores without gradients, in evaluation mode; each process of the engine computes some micro-batches.
 
     Args:
@@ -227,13 +227,13 @@ def score_batch(reading: Reading, agreement: Agreement | None = None) -> dict[st
     Raises:
         OperationError: As :func:`check_scores`, or as :func:`check_candidates`.
     """
-    policy, batch, names, budget = reading.policy, reading.batch, reading.names, reading.budget
-    check_scores(policy, names, reading.teacher)
+    policy, batch, names, budget = scoring.policy, scoring.batch, scoring.names, scoring.budget
+    check_scores(policy, names, scoring.teacher)
     check_candidates(batch, names)
     micros = split_for_scores(policy, batch, budget)
 
     def compute(turn: Turn) -> Scored:
-        return compute_scores([replace(reading, batch=micros[turn.number].batch)], training=False)
+        return compute_scores([replace(scoring, batch=micros[turn.number].batch)], training=False)
 
     with torch.no_grad():
         parts = executor_of(budget.lanes, agreement).score("scores", len(micros), compute)
@@ -241,16 +241,16 @@ def score_batch(reading: Reading, agreement: Agreement | None = None) -> dict[st
 
 
 def compute_scores(
-    readings: Sequence[Reading], *, training: bool, activations: Activations = Activations.KEEP
+    scorings: Sequence[Scoring], *, training: bool, activations: Activations = Activations.KEEP
 ) -> list[dict[str, Tensor]]:
-    """Compute the scores of each reading from one forward of the trunk, on the policy's device.
+    """Compute the scores of each scoring from one forward of the trunk, on the policy's device.
 
     Args:
-        readings: One, or several with positions and without images, of policies that satisfy
+        scorings: One, or several with positions and without images, of policies that satisfy
             :func:`.shared_forward.can_go_together`, in training mode.
         activations: What becomes of the activations in training mode.
     """
-    first, device = readings[0], readings[0].policy.device
+    first, device = scorings[0], scorings[0].policy.device
     routers: dict[str, Tensor] | None = {} if ROUTER_SCORES & set(first.names) else None
     divided = first.policy.split_model.placement.parts > 1  # other processes need this one's part of the layers
     if not len(first.positions) and routers is None and not divided:
@@ -258,78 +258,78 @@ def compute_scores(
         return [{name: torch.zeros(shape, dtype=score_dtype(name), device=device) for name, shape in shapes.items()}]
 
     arranged: Layout | Padded | None = None
-    if len(readings) == 1:
+    if len(scorings) == 1:
         first, arranged = first.arranged(training=training)
-        readings = [first]
+        scorings = [first]
 
     def compute() -> list[dict[str, Tensor]]:
-        taught = [reading.teacher_states() for reading in readings]
+        taught = [scoring.teacher_states() for scoring in scorings]
         between_micro_batches()
-        hidden = _hidden(readings, arranged, training, activations, routers)
-        shared = _shared_token_scores(readings, hidden)
+        hidden = _hidden(scorings, arranged, training, activations, routers)
+        shared = _shared_token_scores(scorings, hidden)
         return [
-            reading.scores(states, teacher_states, training=training, token_scores=found) | (routers or {})
-            for reading, states, teacher_states, found in zip(readings, hidden, taught, shared, strict=True)
+            scoring.scores(states, teacher_states, training=training, token_scores=found) | (routers or {})
+            for scoring, states, teacher_states, found in zip(scorings, hidden, taught, shared, strict=True)
         ]
 
-    for reading in readings:
-        compute = partial(reading.with_weights, compute)
-    with suited_threads(device, sum(len(each.batch.input_ids) for each in readings), max(map(_sizes, readings))):
+    for scoring in scorings:
+        compute = partial(scoring.with_weights, compute)
+    with suited_threads(device, sum(len(each.batch.input_ids) for each in scorings), max(map(_sizes, scorings))):
         return compute()
 
 
-def _sizes(reading: Reading) -> int:
-    """Number of parameters that a reading's tokens go through."""
-    teacher = reading.teacher
-    return reading.policy.facts.num_parameters + (teacher.policy.facts.num_parameters if teacher is not None else 0)
+def _sizes(scoring: Scoring) -> int:
+    """Number of parameters that a scoring's tokens go through."""
+    teacher = scoring.teacher
+    return scoring.policy.facts.num_parameters + (teacher.policy.facts.num_parameters if teacher is not None else 0)
 
 
 def _hidden(
-    readings: Sequence[Reading],
+    scorings: Sequence[Scoring],
     arranged: Layout | Padded | None,
     training: bool,
     activations: Activations,
     routers: dict[str, Tensor] | None,
 ) -> Sequence[Tensor]:
-    """Final hidden states at the positions of each reading, from one forward of the trunk."""
-    if len(readings) > 1:
-        policies = [cast(LoraPolicy, reading.policy) for reading in readings]
-        return hidden_together(policies, [each.batch for each in readings], [each.positions for each in readings])
-    (reading,) = readings
-    states = reading.policy.hidden(
-        reading.batch.input_ids,
-        reading.batch.lengths,
-        reading.positions,
+    """Final hidden states at the positions of each scoring, from one forward of the trunk."""
+    if len(scorings) > 1:
+        policies = [cast(LoraPolicy, scoring.policy) for scoring in scorings]
+        return hidden_together(policies, [each.batch for each in scorings], [each.positions for each in scorings])
+    (scoring,) = scorings
+    states = scoring.policy.hidden(
+        scoring.batch.input_ids,
+        scoring.batch.lengths,
+        scoring.positions,
         training=training,
         activations=activations,
         router_sums=routers,
-        images=reading.batch.images,
+        images=scoring.batch.images,
         arranged=arranged,
     )
     return [states]
 
 
-def _shared_token_scores(readings: Sequence[Reading], hidden: Sequence[Tensor]) -> list[TokenScores | None]:
-    """Token scores of the readings that want the same ones with the base's output head, by one product with it.
+def _shared_token_scores(scorings: Sequence[Scoring], hidden: Sequence[Tensor]) -> list[TokenScores | None]:
+    """Token scores of the scorings that want the same ones with the base's output head, by one product with it.
 
     Returns:
-        For each reading its scores; None if it shares the product with no other.
+        For each scoring its scores; None if it shares the product with no other.
     """
     alike: dict[object, list[int]] = {}
-    for number, reading in enumerate(readings):
-        wanted = frozenset(reading.names) & VOCABULARY_SCORES
-        if len(readings) > 1 and wanted and reading.policy.output_head().adapter is None:
-            alike.setdefault((wanted, reading.temperature, reading.ids.shape[1]), []).append(number)
-    of_readings: list[TokenScores | None] = [None] * len(readings)
+    for number, scoring in enumerate(scorings):
+        wanted = frozenset(scoring.names) & VOCABULARY_SCORES
+        if len(scorings) > 1 and wanted and scoring.policy.output_head().adapter is None:
+            alike.setdefault((wanted, scoring.temperature, scoring.ids.shape[1]), []).append(number)
+    of_scorings: list[TokenScores | None] = [None] * len(scorings)
     for numbers in alike.values():
         if len(numbers) == 1:
             continue
-        members = [readings[number] for number in numbers]
-        states = torch.cat([readings[number].read_states(hidden[number]) for number in numbers])
+        members = [scorings[number] for number in numbers]
+        states = torch.cat([scorings[number].read_states(hidden[number]) for number in numbers])
         whole = members[0].token_scores(states, torch.cat([each.ids for each in members]), training=True)
         for number, part in zip(numbers, whole.split([len(each.ids) for each in members]), strict=True):
-            of_readings[number] = part
-    return of_readings
+            of_scorings[number] = part
+    return of_scorings
 
 
 def assemble(

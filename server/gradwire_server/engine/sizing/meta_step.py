@@ -21,7 +21,7 @@ from gradwire_server.engine.model.layers.activations import Activations
 from gradwire_server.engine.model.meta_device import DeviceKind, estimating
 from gradwire_server.engine.model.placement import storage_address
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.scoring.forward import Reading
+from gradwire_server.engine.scoring.forward import Scoring
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.training.accumulation import GradientCollector
 
@@ -128,7 +128,7 @@ def step_bytes(
     ids = torch.zeros(rows, tokens, dtype=torch.int64)
     ids[:, shared_tokens:] = torch.arange(rows)[:, None] % (policy.facts.vocab_size - 1) + 1
     batch = Batch(ids.flatten(), lengths, scored.flatten(), torch.ones_like(lengths))
-    reading, arranged = Reading(policy, batch, names, 1.0, None, budget).arranged(training=True)
+    scoring, arranged = Scoring(policy, batch, names, 1.0, None, budget).arranged(training=True)
     parameters = policy.trainable_parameters()
     with GradientCollector(parameters) as collector:
         # As in every micro-batch but a step's first, gradients to add to exist already.
@@ -143,13 +143,13 @@ def step_bytes(
 
         def compute() -> dict[str, Tensor]:
             hidden = policy.hidden(
-                batch.input_ids, lengths, reading.positions, training=True, activations=activations, arranged=arranged
+                batch.input_ids, lengths, scoring.positions, training=True, activations=activations, arranged=arranged
             )
             kept["trunk"] = meter.bytes
-            return reading.scores(hidden, None)
+            return scoring.scores(hidden, None)
 
         with meter, estimating(kind):
-            scores = reading.with_weights(compute)
+            scores = scoring.with_weights(compute)
             kept["scores"] = meter.bytes
             outputs = [score for score in scores.values() if score.requires_grad]
             policy.activate(training=True, activations=activations)

@@ -19,7 +19,7 @@ from gradwire_server.engine.errors import DamagedFile
 ALIGNMENT = 64
 
 
-class Part(NamedTuple):
+class PackedTensor(NamedTuple):
     """One tensor of a packed piece; ``start`` is its first byte."""
 
     name: str
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 class PackedLayout(NamedTuple):
     """The parts of a packed piece, and its size in bytes."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[PackedTensor, ...]
     nbytes: int
 
     @classmethod
@@ -44,7 +44,7 @@ class PackedLayout(NamedTuple):
         """The layout of these tensors. Equal layouts are one object, because runs that are alike have equal ones."""
         parts, start = [], 0
         for name, tensor in tensors.items():
-            parts.append(Part(name, tensor.dtype, tensor.shape, tensor.device, start))
+            parts.append(PackedTensor(name, tensor.dtype, tensor.shape, tensor.device, start))
             start += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         return _one(cls(tuple(parts), start))
 

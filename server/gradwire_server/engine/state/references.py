@@ -32,7 +32,7 @@ from gradwire_server.engine.model.loading.quantization import QUANTIZATIONS, Qua
 from gradwire_server.engine.model.placement import assign
 from gradwire_server.engine.model.policy import HEAD_PREFIX, LoraPolicy, Policy
 from gradwire_server.engine.model.split_model import SplitModel
-from gradwire_server.engine.scoring.forward import Reading, score_batch
+from gradwire_server.engine.scoring.forward import Scoring, score_batch
 from gradwire_server.engine.scoring.logprob_cache import LogprobCache, keys_in_batch, sequence_keys
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.sizing.parts import weight_bytes
@@ -246,8 +246,8 @@ class References:
         self.found_sequences += len(keys) - len(missing)
         if missing:
             wanted = _only(batch, torch.tensor(missing))
-            reading = Reading(reference.policy, wanted, {"logprobs"}, temperature, None, budget)
-            scores = score_batch(reading, self._agreement)
+            scoring = Scoring(reference.policy, wanted, {"logprobs"}, temperature, None, budget)
+            scores = score_batch(scoring, self._agreement)
             self._new = [keys[index] for index in missing], wanted.row_lengths.tolist(), scores["logprobs"]
             if len(missing) == len(keys):
                 return scores["logprobs"]

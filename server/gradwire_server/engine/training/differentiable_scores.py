@@ -15,7 +15,7 @@ from gradwire_server.engine.generators import generator_states, preserved_rng, s
 from gradwire_server.engine.lanes import Key
 from gradwire_server.engine.model.layers.dropout import seeded
 from gradwire_server.engine.model.layers.routers import ROUTER_SCORES, RouterSums
-from gradwire_server.engine.scoring.forward import Reading, assemble, compute_scores
+from gradwire_server.engine.scoring.forward import Scoring, assemble, compute_scores
 from gradwire_server.engine.scoring.memory import ActivationMeter
 from gradwire_server.engine.scoring.planner import MicroBatch
 from gradwire_server.engine.scoring.score_types import entries_of
@@ -32,7 +32,7 @@ class DifferentiableScores:
     masks that depend only on its row and the seed, so the scores do not depend on how the batch is split.
 
     Args:
-        readings: The scores wanted of each batch, or of one that it is a part of; several as for
+        scorings: The scores wanted of each batch, or of one that it is a part of; several as for
             :func:`.forward.compute_scores`.
         parts: The micro-batches of each, as many of each: those of the whole batch, or one that is scored alone.
         keep_single: Keep the graph of a batch with one micro-batch, whatever its size. Use it if the gradient follows
@@ -51,14 +51,14 @@ class DifferentiableScores:
 
     def __init__(
         self,
-        readings: Sequence[Reading],
+        scorings: Sequence[Scoring],
         parts: Sequence[Sequence[MicroBatch]],
         *,
         keep_single: bool = False,
         dropout_seed: str = "",
         executor: Executor | None = None,
     ) -> None:
-        self.readings = readings
+        self.scorings = scorings
         self.executor = executor or Executor()
         self._parts, self._dropout_seed = parts, dropout_seed
         self._micros = list(zip(*parts, strict=True))
@@ -70,7 +70,7 @@ class DifferentiableScores:
         self.by_micro = self.executor.score("scores", self.num_microbatches, self._forward)
         twice, self.recomputed = self.executor.recomputed([graph is None for graph in self._graphs])
         self._graphs = [None if again else graph for graph, again in zip(self._graphs, twice, strict=True)]
-        self.by_name, self.routers = combined(readings, parts, self.by_micro)
+        self.by_name, self.routers = combined(scorings, parts, self.by_micro)
 
     @property
     def activations(self) -> Counter[str]:
@@ -78,7 +78,7 @@ class DifferentiableScores:
 
     def _forward(self, turn: Turn) -> Scored:
         """Compute a micro-batch's scores, detached, and keep its graph if it fits."""
-        policy, budget = self.readings[0].policy, self.readings[0].budget.activation_bytes
+        policy, budget = self.scorings[0].policy, self.scorings[0].budget.activation_bytes
         micros = self._micros[turn.number]
         tokens = sum(micro.computed_tokens for micro in micros)
         self._rng.append({} if self._unmeasured else generator_states())  # for a second forward
@@ -99,17 +99,17 @@ class DifferentiableScores:
         return [{name: values.detach() for name, values in own.items()} for own in scores]
 
     def _score(self, micros: Sequence[MicroBatch]) -> list[dict[str, Tensor]]:
-        readings = [
+        scorings = [
             own if own.batch is micro.batch else replace(own, batch=micro.batch)
-            for own, micro in zip(self.readings, micros, strict=True)
+            for own, micro in zip(self.scorings, micros, strict=True)
         ]
-        policy, activations = readings[0].policy, micros[0].activations
+        policy, activations = scorings[0].policy, micros[0].activations
         if policy.split_model.routers is not None:
-            readings = [replace(own, names=ROUTER_SCORES.union(own.names)) for own in readings]
+            scorings = [replace(own, names=ROUTER_SCORES.union(own.names)) for own in scorings]
         if not policy.has_dropout:
-            return compute_scores(readings, training=True, activations=activations)
+            return compute_scores(scorings, training=True, activations=activations)
         with seeded(self._dropout_seed, int(micros[0].examples[0])):
-            return compute_scores(readings, training=True, activations=activations)
+            return compute_scores(scorings, training=True, activations=activations)
 
     def backward(
         self,
@@ -128,8 +128,8 @@ class DifferentiableScores:
             lane: That of the first micro-batch.
             repeated: The gradient does not count, as of a :class:`.executor.Turn`.
         """
-        split_model = self.readings[0].policy.split_model
-        split_model.expect_images(of_some=self.readings[0].batch.images is not None)
+        split_model = self.scorings[0].policy.split_model
+        split_model.expect_images(of_some=self.scorings[0].batch.images is not None)
 
         def go_back(place: int, turn: Turn) -> None:
             own_lane = lane + turn.number % self.executor.lanes
@@ -151,7 +151,7 @@ class DifferentiableScores:
         *,
         counts: bool,
     ) -> None:
-        policy, micros = self.readings[0].policy, self._micros[turn.number]
+        policy, micros = self.scorings[0].policy, self._micros[turn.number]
         scores, self._graphs[place] = self._graphs[place], None
         if scores is None:
             with preserved_rng():
@@ -161,7 +161,7 @@ class DifferentiableScores:
             policy.activate(training=True, activations=micros[0].activations)
         passes = [
             _passes(
-                batch_of(reading, part),
+                batch_of(scoring, part),
                 micro,
                 computed,
                 own,
@@ -169,8 +169,8 @@ class DifferentiableScores:
                 in_step=self.executor.in_step,
                 divided=collector.divided,
             )
-            for reading, part, collector, micro, computed, own in zip(
-                self.readings, self._parts, collectors, micros, scores, gradients, strict=True
+            for scoring, part, collector, micro, computed, own in zip(
+                self.scorings, self._parts, collectors, micros, scores, gradients, strict=True
             )
         ]
         count = max(map(len, passes))
@@ -190,27 +190,27 @@ class DifferentiableScores:
                 torch.autograd.backward(outputs, in_outputs, retain_graph=number + 1 < count)
 
 
-def batch_of(reading: Reading, part: Sequence[MicroBatch]) -> Batch:
+def batch_of(scoring: Scoring, part: Sequence[MicroBatch]) -> Batch:
     """The batch that these micro-batches make up: that of one of them, or the whole."""
-    return part[0].batch if len(part) == 1 else reading.batch
+    return part[0].batch if len(part) == 1 else scoring.batch
 
 
 def combined(
-    readings: Sequence[Reading], parts: Sequence[Sequence[MicroBatch]], by_micro: Sequence[Scored]
+    scorings: Sequence[Scoring], parts: Sequence[Sequence[MicroBatch]], by_micro: Sequence[Scored]
 ) -> tuple[list[dict[str, Tensor]], RouterSums | None]:
     """Each batch's scores, of those of all micro-batches, and what the routers of a mixture of experts decided.
 
     Args:
-        readings, parts: As of :class:`DifferentiableScores`.
+        scorings, parts: As of :class:`DifferentiableScores`.
         by_micro: For each micro-batch the scores of each batch.
     """
     by_name = [
-        assemble(reading.policy, batch_of(reading, part), part, [scored[number] for scored in by_micro], reading.names)
-        for number, (reading, part) in enumerate(zip(readings, parts, strict=True))
+        assemble(scoring.policy, batch_of(scoring, part), part, [scored[number] for scored in by_micro], scoring.names)
+        for number, (scoring, part) in enumerate(zip(scorings, parts, strict=True))
     ]
-    if not by_micro or readings[0].policy.split_model.routers is None:
+    if not by_micro or scorings[0].policy.split_model.routers is None:
         return by_name, None
-    return by_name, RouterSums.of([scores for (scores,) in by_micro], len(batch_of(readings[0], parts[0]).input_ids))
+    return by_name, RouterSums.of([scores for (scores,) in by_micro], len(batch_of(scorings[0], parts[0]).input_ids))
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from gradwire_server.core.core import Core
 from gradwire_server.doors.http.anthropic.requests import CountRequest, MessagesRequest
 from gradwire_server.doors.http.errors import application, error_response
 from gradwire_server.doors.http.openai.answers import unless_left
-from gradwire_server.doors.http.openai.conversations import Conversation, Counts, Part
+from gradwire_server.doors.http.openai.conversations import AnswerDelta, Conversation, Counts
 from gradwire_server.doors.http.openai.errors import invalid_field
 from gradwire_server.doors.http.openai.events import event_stream
 from gradwire_server.doors.http.openai.requests import named
@@ -47,7 +47,7 @@ class Writing:
             "usage": _usage(prompt_tokens, 0, 0),
         }
 
-    async def events(self, parts: AsyncGenerator[Part | Counts]) -> AsyncGenerator[Event]:
+    async def events(self, parts: AsyncGenerator[AnswerDelta | Counts]) -> AsyncGenerator[Event]:
         """The events. The first waits for the answer's first part, as a refusal is no stream."""
         begun, message = False, self._message
         async with aclosing(parts):
@@ -77,7 +77,7 @@ class Writing:
             pass
         return self._message
 
-    def _written(self, part: Part) -> Iterator[Event]:
+    def _written(self, part: AnswerDelta) -> Iterator[Event]:
         for kind, text in (("thinking", part.reasoning), ("text", part.content)):
             if text:
                 if self._open != kind:

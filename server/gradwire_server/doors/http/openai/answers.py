@@ -34,7 +34,7 @@ FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 @dataclass
-class Tokens:
+class ScoredTokens:
     """Some tokens of one row.
 
     Attributes:
@@ -46,8 +46,8 @@ class Tokens:
     logprobs: list[float | None] = field(default_factory=list)
     tops: list[list[tuple[int, float]]] = field(default_factory=list)
 
-    def __add__(self, other: Tokens) -> Tokens:
-        return Tokens(self.ids + other.ids, self.logprobs + other.logprobs, self.tops + other.tops)
+    def __add__(self, other: ScoredTokens) -> ScoredTokens:
+        return ScoredTokens(self.ids + other.ids, self.logprobs + other.logprobs, self.tops + other.tops)
 
 
 @dataclass
@@ -61,8 +61,8 @@ class Choice:
 
     text: str
     finish_reason: str
-    tokens: Tokens
-    prompt: Tokens | None = None
+    tokens: ScoredTokens
+    prompt: ScoredTokens | None = None
 
 
 @dataclass
@@ -97,7 +97,7 @@ async def sampled(core: Core, caller: Caller, asked: pb.SampleRequest, name: str
             Choice(
                 text,
                 FINISH_REASONS[reason],
-                Tokens(
+                ScoredTokens(
                     values["token_ids"][part].tolist(),
                     values["logprobs"][part].tolist(),
                     _tops(values, "top", part),
@@ -182,19 +182,19 @@ def _called(caller: Caller, name: str, source: str) -> Iterator[None]:
         raise
 
 
-def tokens_of(delta: pb.SampleDelta) -> Tokens:
+def tokens_of(delta: pb.SampleDelta) -> ScoredTokens:
     """The tokens of a delta."""
     count = len(delta.token_ids)
     tops: list[list[tuple[int, float]]] = [[] for _ in range(count)]
     width = len(delta.top_token_ids) // count if count else 0
     for place, (token, logprob) in enumerate(zip(delta.top_token_ids, delta.top_logprobs, strict=True)):
         tops[place // width].append((token, logprob))
-    return Tokens(list(delta.token_ids), list(delta.logprobs), tops)
+    return ScoredTokens(list(delta.token_ids), list(delta.logprobs), tops)
 
 
-def tokens_again(turn: sessions.SessionTurn) -> Tokens:
+def tokens_again(turn: sessions.SessionTurn) -> ScoredTokens:
     """The tokens of a recorded answer."""
-    return Tokens(list(turn.response_ids), list(turn.logprobs), [[] for _ in turn.response_ids])
+    return ScoredTokens(list(turn.response_ids), list(turn.logprobs), [[] for _ in turn.response_ids])
 
 
 class TokenTexts:
@@ -211,7 +211,7 @@ class TokenTexts:
         self._special: set[int] = set()
         self._bytes: dict[int, list[int] | None] = {}
 
-    async def read(self, tokens: Iterable[Tokens]) -> Callable[[int], str]:
+    async def read(self, tokens: Iterable[ScoredTokens]) -> Callable[[int], str]:
         """Read the texts of all tokens that are named in some rows; returns the function from id to text."""
         wanted = {token for row in tokens for token in [*row.ids, *(token for top in row.tops for token, _ in top)]}
         missing = sorted(wanted - set(self._known))
@@ -249,7 +249,7 @@ class TokenTexts:
             return (self._first if first else self._known)[token].encode()
         return bytes(known)
 
-    async def of_prompt(self, tokens: Tokens) -> list[dict[str, Any] | None]:
+    async def of_prompt(self, tokens: ScoredTokens) -> list[dict[str, Any] | None]:
         """The log-probabilities of a prompt's tokens, as vLLM gives them.
 
         The rank of a token is its place among the most probable ones that were asked for; None beyond them.
@@ -323,14 +323,14 @@ _BYTE_OF = {chr(byte): byte for byte in _SHOWN} | {
 }
 
 
-def _prompts(asked: pb.SampleRequest, columns: Any) -> list[Tokens]:
+def _prompts(asked: pb.SampleRequest, columns: Any) -> list[ScoredTokens]:
     lengths = columns["prompt_logprobs"].levels[0].tolist()
     values = {name: column.values for name, column in columns.items()}
     prompts, start = [], 0
     for prompt, length in zip(asked.prompt_ids, lengths, strict=True):
         part = slice(start, start + length)
         logprobs: Sequence[float | None] = [None, *values["prompt_logprobs"][part].tolist()]
-        prompts.append(Tokens(list(prompt.ids), list(logprobs), [[], *_tops(values, "prompt_top", part)]))
+        prompts.append(ScoredTokens(list(prompt.ids), list(logprobs), [[], *_tops(values, "prompt_top", part)]))
         start += length
     return prompts
 

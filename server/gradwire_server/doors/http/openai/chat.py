@@ -12,9 +12,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from gradwire_server.core.core import Core
-from gradwire_server.doors.http.openai.answers import Tokens, TokenTexts
+from gradwire_server.doors.http.openai.answers import ScoredTokens, TokenTexts
 from gradwire_server.doors.http.openai.completions import usage
-from gradwire_server.doors.http.openai.conversations import Conversation, Counts, Part
+from gradwire_server.doors.http.openai.conversations import AnswerDelta, Conversation, Counts
 from gradwire_server.doors.http.openai.events import event_stream
 from gradwire_server.doors.http.openai.requests import ChatRequest, invalid, named
 from gradwire_server.doors.http.openai.unserved import tell_ignored
@@ -56,7 +56,7 @@ class Chat:
         self._texts, self._asked, self._prompt_ids = texts, asked, prompt_ids
         self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
 
-    async def answer(self, parts: list[Part], counts: Counts) -> dict[str, Any]:
+    async def answer(self, parts: list[AnswerDelta], counts: Counts) -> dict[str, Any]:
         """The whole answer."""
         choices = []
         for part in parts:
@@ -79,7 +79,7 @@ class Chat:
             answer["prompt_token_ids"] = list(self._prompt_ids)
         return answer
 
-    async def events(self, parts: AsyncGenerator[Part | Counts]) -> AsyncGenerator[Mapping[str, Any]]:
+    async def events(self, parts: AsyncGenerator[AnswerDelta | Counts]) -> AsyncGenerator[Mapping[str, Any]]:
         """The answer's parts."""
         begun = set[int]()
         async with aclosing(parts):
@@ -100,7 +100,7 @@ class Chat:
                     chunk["choices"][0] |= self._token_ids(part)
                     yield chunk
 
-    def _delta(self, part: Part) -> dict[str, Any]:
+    def _delta(self, part: AnswerDelta) -> dict[str, Any]:
         delta: dict[str, Any] = {}
         if part.reasoning:
             delta["reasoning_content"] = part.reasoning
@@ -114,16 +114,16 @@ class Chat:
             return {}
         return {"function_call": calls[0]["function"]} if self._asked.functions else {"tool_calls": calls}
 
-    def _reason(self, part: Part) -> str | None:
+    def _reason(self, part: AnswerDelta) -> str | None:
         called = part.finish_reason == "tool_calls" and self._asked.functions
         return "function_call" if called else part.finish_reason
 
-    async def _logprobs(self, part: Part) -> dict[str, Any] | None:
+    async def _logprobs(self, part: AnswerDelta) -> dict[str, Any] | None:
         if not self._asked.logprobs:
             return None
         return {"content": await token_entries(self._texts, part.tokens), "refusal": None}
 
-    def _token_ids(self, part: Part) -> dict[str, list[int]]:
+    def _token_ids(self, part: AnswerDelta) -> dict[str, list[int]]:
         return {"token_ids": part.tokens.ids} if self._asked.return_token_ids else {}
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Chat:
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
 
-async def token_entries(texts: TokenTexts, tokens: Tokens) -> list[dict[str, Any]]:
+async def token_entries(texts: TokenTexts, tokens: ScoredTokens) -> list[dict[str, Any]]:
     """Log-probabilities in the form of conversations."""
     text_of = await texts.read([tokens])
 

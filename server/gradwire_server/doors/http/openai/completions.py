@@ -22,8 +22,8 @@ from gradwire_server.doors.http.openai.answers import (
     FINISH_REASONS,
     Answers,
     Choice,
+    ScoredTokens,
     TextOffsets,
-    Tokens,
     TokenTexts,
     sampled,
     streamed,
@@ -209,7 +209,7 @@ class Completion:
                 last.result.CopyFrom(frame.result)
                 yield last
 
-    async def _record(self, rows: Sequence[tuple[str, str, Tokens]], step: int | None) -> None:
+    async def _record(self, rows: Sequence[tuple[str, str, ScoredTokens]], step: int | None) -> None:
         """Record whole samples, in a rollout session: texts, finish reasons and tokens."""
         if self._turn is not None:
             answers = [
@@ -264,7 +264,7 @@ class Completion:
         known = [""] * len(tails)
         if self._asked.logprobs is not None and not self._asked.echo:
             tails = [list(prompt.ids[-CONTEXT_TOKENS:]) for prompt in call.prompt_ids]
-            await self._texts.read(map(Tokens, tails))
+            await self._texts.read(map(ScoredTokens, tails))
             known = await self._decoded(call, tails)
 
         def begin(row: int) -> TextOffsets:
@@ -308,7 +308,7 @@ def _frame_again(turns: Sequence[sessions.SessionTurn]) -> pb.SampleFrame:
 
 
 def _logprobs(
-    tokens: Tokens, text_of: Callable[[int], str], offsets: Sequence[int], length: int | None
+    tokens: ScoredTokens, text_of: Callable[[int], str], offsets: Sequence[int], length: int | None
 ) -> dict[str, Any]:
     """Log-probabilities in the form of completions.
 

@@ -23,7 +23,7 @@ from gradwire_server.core.rollouts.live import Answer, RolloutCall
 from gradwire_server.doors.http.openai.answers import (
     FINISH_REASONS,
     OnStart,
-    Tokens,
+    ScoredTokens,
     sampled,
     streamed,
     tokens_again,
@@ -43,7 +43,7 @@ OPENING_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Part:
+class AnswerDelta:
     """The new piece of one sample.
 
     Attributes:
@@ -60,10 +60,10 @@ class Part:
     calls: Sequence[dict[str, Any]] = ()
     finish_reason: str | None = None
     stop_string: str | None = None
-    tokens: Tokens = field(default_factory=Tokens)
-    prompt: Tokens | None = None
+    tokens: ScoredTokens = field(default_factory=ScoredTokens)
+    prompt: ScoredTokens | None = None
 
-    def __add__(self, other: Part) -> Part:
+    def __add__(self, other: AnswerDelta) -> AnswerDelta:
         """The two as one part of their sample."""
         return replace(
             other,
@@ -144,7 +144,7 @@ class Conversation:
             marks += [reasoning.opens, reasoning.closes]
         return tuple(specials) if any(special in mark for special in specials for mark in marks) else ()
 
-    async def answers(self, call: pb.SampleRequest, http: Request) -> tuple[list[Part], Counts]:
+    async def answers(self, call: pb.SampleRequest, http: Request) -> tuple[list[AnswerDelta], Counts]:
         """All samples, whole."""
         async with turn_of(self._turn) as recorded:
             if recorded:
@@ -157,14 +157,16 @@ class Conversation:
                 reason = _reason(row.finish_reason, read.calls)
                 stop = await self._stop_string(call, row.tokens.ids) if self._turn is not None else None
                 parts.append(
-                    Part(number, read.content, read.reasoning, read.calls, reason, stop, row.tokens, row.prompt)
+                    AnswerDelta(number, read.content, read.reasoning, read.calls, reason, stop, row.tokens, row.prompt)
                 )
             await self._record(parts, answer.step)
         return list(map(self._given, parts)), Counts(
             answer.num_prompt_tokens, answer.num_sampled_tokens, 0, answer.num_cached_tokens
         )
 
-    async def parts(self, call: pb.SampleRequest, on_start: OnStart | None = None) -> AsyncGenerator[Part | Counts]:
+    async def parts(
+        self, call: pb.SampleRequest, on_start: OnStart | None = None
+    ) -> AsyncGenerator[AnswerDelta | Counts]:
         """The samples' parts, as they grow, and the counts as the last. Text comes once it is certain what it is.
 
         In a rollout session the last part of each sample comes once all of them are recorded.
@@ -178,12 +180,12 @@ class Conversation:
                 return
             if self._turn is None:
                 async for each, _ in self._sampled(call, on_start):
-                    yield self._given(each) if isinstance(each, Part) else each
+                    yield self._given(each) if isinstance(each, AnswerDelta) else each
                 return
-            whole: dict[int, Part] = {}
-            last: list[Part] = []
+            whole: dict[int, AnswerDelta] = {}
+            last: list[AnswerDelta] = []
             async for each, step in self._sampled(call, on_start):
-                if isinstance(each, Part):
+                if isinstance(each, AnswerDelta):
                     whole[each.row] = whole[each.row] + each if each.row in whole else each
                     if each.finish_reason is not None:
                         last.append(each)
@@ -194,11 +196,11 @@ class Conversation:
                         yield self._given(part)
                 yield each
 
-    def _given(self, part: Part) -> Part:
+    def _given(self, part: AnswerDelta) -> AnswerDelta:
         """A part with its calls in the form in which their tools were offered."""
         return replace(part, calls=[self._offered.as_offered(call) for call in part.calls]) if part.calls else part
 
-    async def _record(self, parts: Sequence[Part], step: int | None) -> None:
+    async def _record(self, parts: Sequence[AnswerDelta], step: int | None) -> None:
         """Record whole samples, in a rollout session."""
         if self._turn is not None:
             answers = [
@@ -212,7 +214,7 @@ class Conversation:
 
     async def _sampled(
         self, call: pb.SampleRequest, on_start: OnStart | None
-    ) -> AsyncGenerator[tuple[Part | Counts, int | None]]:
+    ) -> AsyncGenerator[tuple[AnswerDelta | Counts, int | None]]:
         """The samples' parts and their counts, with the optimizer steps of a run's weights beside the latter."""
         readers: dict[int, AnswerReader] = {}
         ids = defaultdict[int, list[int]](list)
@@ -234,7 +236,7 @@ class Conversation:
                     reason = _reason(reason, calls)
                 ids[delta.row] += delta.token_ids
                 stop = await self._stop_string(call, ids[delta.row]) if delta.stop_reason == "stop" else None
-                yield Part(delta.row, content, thought, calls, reason, stop, tokens_of(delta)), None
+                yield AnswerDelta(delta.row, content, thought, calls, reason, stop, tokens_of(delta)), None
             if frame.HasField("result"):
                 result = frame.result.sample
                 counts = Counts(
@@ -350,10 +352,10 @@ def _steps(deltas: Iterable[pb.SampleDelta], *, apart: bool) -> Iterator[pb.Samp
             )
 
 
-def _again(turns: Sequence[sessions.SessionTurn]) -> tuple[list[Part], Counts]:
+def _again(turns: Sequence[sessions.SessionTurn]) -> tuple[list[AnswerDelta], Counts]:
     """Recorded answers as they were given."""
     parts = [
-        Part(
+        AnswerDelta(
             row, turn.text, turn.reasoning, json.loads(turn.tool_calls_json or "[]"), turn.finish_reason, None,
             tokens_again(turn),
         )

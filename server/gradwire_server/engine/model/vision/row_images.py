@@ -146,7 +146,7 @@ def with_images(batch: Batch, row_images: RowImages) -> Batch:
         batch.scored.split(batch.lengths.tolist()),
         strict=True,
     )
-    ids, scored, tokens, total = [], [], _Tokens(row_images), 0
+    ids, scored, tokens, total = [], [], _ImageTokenCollector(row_images), 0
     for row, own, own_scored in sequences:
         expanded = tokens.add(row, own)
         total += len(expanded.ids)
@@ -188,13 +188,15 @@ def prompts_with_images(prompts: Sequence[Sequence[int]], row_images: RowImages)
         )
     made = []
     for row, prompt in enumerate(prompts):
-        tokens = _Tokens(replace(row_images, images=[row_images.images[number] for number in row_images.rows[row]]))
+        tokens = _ImageTokenCollector(
+            replace(row_images, images=[row_images.images[number] for number in row_images.rows[row]])
+        )
         expanded = tokens.add(row, torch.tensor(prompt, dtype=torch.int64), range(len(row_images.rows[row])))
         made.append(ImagePrompt(expanded.ids.tolist(), tokens.joined(), expanded.sources >= 0))
     return made
 
 
-class _Tokens:
+class _ImageTokenCollector:
     """The image tokens of sequences that are added one after the other."""
 
     def __init__(self, given: RowImages) -> None:

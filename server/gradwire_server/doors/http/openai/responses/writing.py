@@ -13,7 +13,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.doors.http.errors import status_of
 from gradwire_server.doors.http.openai.answers import TokenTexts
 from gradwire_server.doors.http.openai.chat import token_entries
-from gradwire_server.doors.http.openai.conversations import Counts, Part
+from gradwire_server.doors.http.openai.conversations import AnswerDelta, Counts
 from gradwire_server.doors.http.openai.errors import error_body
 from gradwire_server.doors.http.openai.responses.compaction import sealed
 from gradwire_server.doors.http.openai.responses.requests import ResponseRequest
@@ -75,7 +75,7 @@ class Writing:
             "user": asked.user,
         }
 
-    async def events(self, parts: AsyncGenerator[Part | Counts]) -> AsyncGenerator[Event]:
+    async def events(self, parts: AsyncGenerator[AnswerDelta | Counts]) -> AsyncGenerator[Event]:
         """The events. The first waits for the answer's first part, as a refusal is no stream; a later error is two."""
         try:
             async for event in self._events(parts):
@@ -88,7 +88,7 @@ class Writing:
             self.response |= {"status": "failed", "error": {name: error[name] for name in ("code", "message")}}
             yield self._event("response.failed", response=self.response)
 
-    async def _events(self, parts: AsyncGenerator[Part | Counts]) -> AsyncGenerator[Event]:
+    async def _events(self, parts: AsyncGenerator[AnswerDelta | Counts]) -> AsyncGenerator[Event]:
         reason, counts, begun = None, Counts(0, 0, 0), False
         async with aclosing(parts):
             async for part in parts:
@@ -114,7 +114,7 @@ class Writing:
         }
         yield self._event("response.incomplete" if cut else "response.completed", response=self.response)
 
-    async def whole(self, parts: AsyncGenerator[Part | Counts]) -> dict[str, Any]:
+    async def whole(self, parts: AsyncGenerator[AnswerDelta | Counts]) -> dict[str, Any]:
         """The response, once it is written."""
         async for _ in self._events(parts):
             pass
@@ -129,7 +129,7 @@ class Writing:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **values}
 
-    def _written(self, part: Part, logprobs: list[Any]) -> Iterator[Event]:
+    def _written(self, part: AnswerDelta, logprobs: list[Any]) -> Iterator[Event]:
         for kind, text in (("reasoning", part.reasoning), ("message", part.content)):
             if text:
                 yield from self._in(kind)
@@ -200,7 +200,7 @@ class Writing:
     def _place(self, item: Mapping[str, Any]) -> dict[str, Any]:
         return {"item_id": item["id"], "output_index": len(self._output)}
 
-    async def _logprobs(self, part: Part) -> list[Any]:
+    async def _logprobs(self, part: AnswerDelta) -> list[Any]:
         if not self._asked.wants_logprobs or not part.content:
             return []
         return await token_entries(self._texts, part.tokens)

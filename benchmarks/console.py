@@ -248,7 +248,7 @@ def fill(database: Path, runs: list[str]) -> None:
 
 
 def timed(page: Page, console: Console, act: str) -> tuple[float, float]:
-    """Milliseconds until every plot is drawn anew after an action, and the console's processor time, likewise."""
+    """Milliseconds until every plot is drawn anew after an action, and of the console's processor time."""
     used, before = cpu_s(console.process.pid), page.evaluate(SHOWN)
     page.get_by_label("Axis" if act in ("Tokens", "Steps") else "Mean over").click()
     page.get_by_role("option", name=act, exact=True).click()

@@ -96,7 +96,8 @@ def responsive_loop(request: pytest.FixtureRequest) -> Iterator[None]:
 def kept_log_levels() -> Iterator[None]:
     """Fails a test that leaves our loggers less talkative than before, which later tests would not see through.
 
-    Likewise one that leaves a handler of :mod:`gradwire_server.observability.logs`: its stream may be the test's own.
+    It also fails one that leaves a handler of :mod:`gradwire_server.observability.logs`, as its stream may be the
+    test's own.
     """
     before, handlers = _log_levels(), logging.root.handlers[:]
     yield

@@ -250,7 +250,7 @@ class RolloutSession:
         Args:
             reason: Why, for people.
             reward: Reward of the whole rollout, kept with the session for its readers.
-            turn_rewards: Rewards of turns, by number, likewise.
+            turn_rewards: Rewards of turns, by number, also kept with the session.
         """
         request = pb.EndRolloutSessionRequest(
             session_id=self.session_id, reason=reason, reward=reward, turn_rewards=turn_rewards

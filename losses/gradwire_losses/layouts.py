@@ -6,8 +6,8 @@ Layouts, by the fields that give the sequences:
   ``labels`` (-100), ``loss_mask`` and ``prompt_lengths [rows]`` exclude, if a loss has these fields. With
   ``target_tokens [rows, tokens]`` (Tinker's convention) nothing is shifted: entry t of every field belongs to the
   prediction made after reading ``input_ids[..t]``, and all are scored, except those that ``mask`` excludes. With
-  ``step_labels`` or ``token_labels`` likewise, where the label is not -100. With ``kl_input_ids`` or
-  ``teacher_input_ids`` a row has a second sequence, whose fields begin with ``kl_`` or ``teacher_``.
+  ``step_labels`` or ``token_labels`` nothing is shifted either; tokens are scored where the label is not -100. With
+  ``kl_input_ids`` or ``teacher_input_ids`` a row has a second sequence, with fields named ``kl_…`` or ``teacher_…``.
 * ``pairs``: ``chosen_input_ids`` and ``rejected_input_ids``, two sequences a row, chosen first; with
   ``gold_input_ids`` a third. Scored as above, by ``prompt_lengths`` (for all), ``chosen_loss_mask`` and
   ``rejected_loss_mask``. Two fields ``chosen_x`` and ``rejected_x`` become one field ``x`` for the loss, with one entry

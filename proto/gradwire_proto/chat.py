@@ -37,7 +37,7 @@ def read_json(text: str) -> Any:
     """The value of a JSON text whose texts are :func:`encodable`: models write halves of pairs as escapes.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The text is not valid JSON.
         RecursionError: It is nested too deep.
     """
     value = json.loads(text)

@@ -102,7 +102,7 @@ class Answers:
         return self._answers[number].token_ids
 
     def _recognized(self, message: Message, before: bytes) -> int | None:
-        """The answer that a message is; None if it is none, or may be several with other tokens."""
+        """Number of the answer that a message repeats; None for no answer, or for several with different tokens."""
         calls, text = message.get("tool_calls") or [], message.get("content")
         known = {self._by_call.get(each) for each in call_ids(message)}
         if len(known) == 1 and (number := next(iter(known))) is not None:

@@ -29,7 +29,7 @@ def checked(url: str) -> str:
     """The address of a webhook.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not a valid address.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -102,7 +102,7 @@ def checked(url: str) -> str:
     """The address of a feedback service.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not the address of a feedback service.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:

@@ -173,7 +173,7 @@ class Workspace:
         return await self._answers.of("info", ask, version=self.revision, every_s=2.0, stale_s=10.0)
 
     async def queues(self) -> list[gradwire.QueuedRun]:
-        """Who waits for whom, likewise."""
+        """The runs that wait, and for whom; asked as often as :meth:`server_info`."""
         ask = self.service.list_queues
         return await self._answers.of("queues", ask, version=self.revision, every_s=2.0, stale_s=10.0)
 

@@ -45,7 +45,7 @@ def parse_engine(text: str) -> dict[str, Any]:
     """The choice ``model=A,ranks=2``; ``model`` may stand several times.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The text has another form.
     """
     settings: dict[str, Any] = {"models": []}
     for part in text.split(","):

@@ -18,7 +18,7 @@ def written(matcher: Any, form: str, text: str) -> Any:
         text: A JSON schema as JSON; an expression in Rust's syntax; a grammar in Lark's form or as GBNF.
 
     Raises:
-        ValueError, RecursionError: It is none.
+        ValueError, RecursionError: The text is invalid.
     """
     if form == "json_schema":
         return matcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})

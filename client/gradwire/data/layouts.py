@@ -96,8 +96,8 @@ def conversation(fields: Fields) -> Conversation:
     may have images as OpenAI writes them: parts ``image_url`` whose URL holds the image itself.
 
     Raises:
-        Unfit: The row is none of these, or has what is not learned here: a column of images, or a completion that it
-            calls bad; or none of its messages is learned.
+        Unfit: The row has none of these layouts, or content that is not learned here (a column of images, a completion
+            marked as bad), or no message that is learned.
     """
     _check_used(fields)
     text = fields.pick("text", *(("text",) if not _has_messages(fields) else ()))
@@ -137,7 +137,7 @@ def preference(fields: Fields) -> Preference:
     OpenAI's words.
 
     Raises:
-        Unfit: The row is none, or both answers are the same.
+        Unfit: The row is not a preference pair, or both answers are the same.
     """
     chosen = fields.pick("chosen", "chosen", "chosen_response", "response_chosen", "preferred_output")
     rejected = fields.pick("rejected", "rejected", "rejected_response", "response_rejected", "non_preferred_output")
@@ -169,7 +169,7 @@ def rating(fields: Fields) -> Rating:
     """Read an answer with a ``label``: true or 1 if it is good, false or 0 if it is bad.
 
     Raises:
-        Unfit: The row is none.
+        Unfit: The row is not a rated answer.
     """
     label = fields.pick("label", "label")
     if label is None:
@@ -196,7 +196,7 @@ def steps(fields: Fields) -> Steps:
     """Read an answer in steps: ``prompt``, ``completions`` and as many ``labels``.
 
     Raises:
-        Unfit: The row is none.
+        Unfit: The row is not an answer in steps.
     """
     asked = _question(fields)
     texts = structure(fields.pick("completions", "completions", "steps"), "completions")

@@ -45,7 +45,7 @@ def messages_of(value: Any, field: str, images: list[bytes] | None = None) -> li
         images: Gets the messages' images; without it they may have none.
 
     Raises:
-        OtherKind: It is none.
+        OtherKind: The value is not a list of messages.
         Unfit: A message of it is not in a known form.
     """
     value = structure(value, field)
@@ -144,7 +144,7 @@ def tools_of(value: Any) -> tuple[Any, ...]:
     writes it.
 
     Raises:
-        Unfit: They are none.
+        Unfit: The value is not a list of schemas.
     """
     value = structure(value, "tools")
     if value is None or value == "":
@@ -251,7 +251,7 @@ def structure(value: Any, field: str) -> Any:
     """Return a list or mapping, which a CSV column holds as JSON.
 
     Raises:
-        Unfit: It begins as JSON and is none.
+        Unfit: The text begins like JSON and is not valid JSON.
     """
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         if _PYTHONS.match(value):

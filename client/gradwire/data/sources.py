@@ -65,7 +65,7 @@ def parsed_json(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        JsonError: It is none, or has what Python does not read.
+        JsonError: The text is not valid JSON, or Python cannot read it.
     """
     try:
         return json.loads(text)

@@ -111,7 +111,7 @@ def graders_of(specs: Sequence[Any], service: Any = None) -> list[Grader]:
         service: Of the models that they ask.
 
     Raises:
-        SettingsError: One is none.
+        SettingsError: One of them is not a valid grader.
     """
     if "environment" in specs:
         raise SettingsError("graders has environment, the reward of an environment; here there is none")

@@ -210,7 +210,7 @@ def check_part(part: Any) -> None:
     """Check one of several data sets.
 
     Raises:
-        SettingsError: It is none."""
+        SettingsError: It is neither a name nor a mapping of these keys."""
     if isinstance(part, str) and part:
         return
     if not isinstance(part, Mapping) or not part.get("path"):

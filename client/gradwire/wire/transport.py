@@ -187,31 +187,31 @@ class Transport:
     async def delete(
         self, method: Callable[[TrainingServiceAsyncStub], grpc.aio.UnaryUnaryMultiCallable[Q, R]], request: Q
     ) -> None:
-        """Make a call that deletes something, and repeat it likewise: what a repeated call does not find is deleted."""
+        """Make and repeat a call that deletes something; a repeated call that does not find it has succeeded."""
         await self._deleted(lambda: method(self._stub), request)
 
     async def job_delete(
         self, method: Callable[[JobServiceAsyncStub], grpc.aio.UnaryUnaryMultiCallable[Q, R]], request: Q
     ) -> None:
-        """Make one of the job service, likewise."""
+        """Make and repeat a call of the job service that deletes something."""
         await self._deleted(lambda: method(self._jobs), request)
 
     async def job_call(
         self, method: Callable[[JobServiceAsyncStub], grpc.aio.UnaryUnaryMultiCallable[Q, R]], request: Q
     ) -> R:
-        """Make one call of the job service, likewise."""
+        """Make and repeat one call of the job service."""
         return await self._repeated(lambda: method(self._jobs), request, 60.0, None)
 
     async def session_call(
         self, method: Callable[[SessionServiceAsyncStub], grpc.aio.UnaryUnaryMultiCallable[Q, R]], request: Q
     ) -> R:
-        """Make one call of the session service, likewise."""
+        """Make and repeat one call of the session service."""
         return await self._repeated(lambda: method(self._sessions), request, 60.0, None)
 
     async def session_delete(
         self, method: Callable[[SessionServiceAsyncStub], grpc.aio.UnaryUnaryMultiCallable[Q, R]], request: Q
     ) -> None:
-        """Make a call of it that deletes something, likewise."""
+        """Make and repeat a call of the session service that deletes something."""
         await self._deleted(lambda: method(self._sessions), request)
 
     async def rollout(self, request: sessions_pb2.GetRolloutRequest) -> list[sessions_pb2.RolloutFrame]:

@@ -69,11 +69,7 @@ class Usage:
         self.spent_tokens += tokens if rate else 0
 
     def receive(self, size: int) -> None:
-        """Count a payload that is about to be received.
-
-        Raises:
-            ServiceError: LIMIT_EXCEEDED.
-        """
+        """Count a payload that is about to be received."""
         limit = self.limits.max_incoming_bytes
         if self.incoming_bytes and self.incoming_bytes + size > limit:
             raise ServiceError(

@@ -26,7 +26,7 @@ RAW = serialization.Encoding.Raw, serialization.PublicFormat.Raw
 
 
 class BadSignature(Exception):
-    """A signature is not of this content, or is none; the message says so."""
+    """A signature is invalid, or is of other content; the message says which."""
 
 
 def sign(state_dir: Path, content: bytes) -> dict[str, str]:

@@ -40,7 +40,7 @@ class Front:
         client_cert, client_key: PEM files, for a server that asks for certificates.
 
     Raises:
-        ValueError: The address is none, or would let the key travel in the clear.
+        ValueError: The address is invalid, or would let the key travel in the clear.
     """
 
     address: str

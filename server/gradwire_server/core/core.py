@@ -487,11 +487,7 @@ class Core(Startable):
 
 
 def _check_admin(caller: Caller) -> None:
-    """Check that a caller may decide about everybody's runs: an admin, or anybody on a server without keys.
-
-    Raises:
-        ServiceError: PERMISSION_DENIED.
-    """
+    """Check that a caller may decide about everybody's runs: an admin, or anybody on a server without keys."""
     if caller.role != "admin" and caller != ANYONE:
         message = "only an admin's key decides on which engine runs are: `gradwire keys create NAME --admin`"
         raise ServiceError(pb.ERROR_CODE_PERMISSION_DENIED, message)

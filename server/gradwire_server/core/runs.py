@@ -351,7 +351,7 @@ class Runs:
         """Delete the export ``"RUN_ID/NAME"``, if it is there.
 
         Raises:
-            ServiceError: UNKNOWN_RUN, PERMISSION_DENIED; INVALID_ARGUMENT for a name that is none.
+            ServiceError: UNKNOWN_RUN, PERMISSION_DENIED; INVALID_ARGUMENT for an invalid name.
         """
         run_id, _, name = path.partition("/")
         record = self._records.get(run_id, caller, write=True)
@@ -381,7 +381,7 @@ class Runs:
             check: The file that will be read, and is compared with its checksum; "": all files, None: none.
 
         Raises:
-            ServiceError: UNKNOWN_RUN, UNKNOWN_CHECKPOINT; INVALID_ARGUMENT for a name that is none; CHECKPOINT_CORRUPT.
+            ServiceError: UNKNOWN_RUN, UNKNOWN_CHECKPOINT; INVALID_ARGUMENT for an invalid name; CHECKPOINT_CORRUPT.
         """
         if export:
             run_id, _, name = export.partition("/")

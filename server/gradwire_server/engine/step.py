@@ -207,9 +207,6 @@ def checked(
         adds_heads: Whether a policy without a head may be given a value head. So is one for a loss that can do without
             a critic, but not with this batch: ``enhanced_ppo`` on a batch with neither ``values`` nor ``advantages``.
         agreement: This process's agreement with the others of the engine; by default it is alone.
-
-    Raises:
-        OperationError: UNSUPPORTED, INVALID_ARGUMENT, INVALID_BATCH.
     """
     needed = _needed_scores(loss, config, batch, policy.head.kind if policy.head else "")
     adds_head = adds_heads and policy.head is None and "values" in loss.optional_scores & needed
@@ -399,9 +396,6 @@ def _loss_on(
 
     With the load-balancing loss, the first unit has its gradient too, as that of :data:`.routers.PROBABILITIES`: times
     its coefficient, and times the unit's divisor.
-
-    Raises:
-        OperationError: INVALID_BATCH.
     """
     batch = batch_of(step.scoring, part)
     micro = None if batch is step.batch else part[0]
@@ -437,11 +431,7 @@ def _loss_on(
 
 
 def loss_on_batch(step: Step, computed: Mapping[str, Tensor]) -> LossOutput:
-    """Evaluate a step's loss on the whole batch, without gradients, given the scores of :attr:`Step.scoring`.
-
-    Raises:
-        OperationError: INVALID_BATCH.
-    """
+    """Evaluate a step's loss on the whole batch, without gradients, given the scores of :attr:`Step.scoring`."""
     with torch.no_grad():
         return _call(step.loss, step.config, step.batch.to(step.policy.device), _own_scores(step, None, computed))
 
@@ -457,11 +447,7 @@ def _own_scores(step: Step, micro: MicroBatch | None, computed: Mapping[str, Ten
 def _call(
     loss: LossSpec, config: LossConfig, batch: Batch, scores: Mapping[str, Tensor], rows: Tensor | None = None
 ) -> LossOutput:
-    """Call a loss on a batch, whose examples have these rows ``[b]`` in the caller's batch; None if the same.
-
-    Raises:
-        OperationError: INVALID_BATCH.
-    """
+    """Call a loss on a batch, whose examples have these rows ``[b]`` in the caller's batch; None if the same."""
     try:
         return loss.function(batch, Scores(scores), config)
     except BatchError as error:

@@ -162,11 +162,7 @@ class Agents:
             raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message) from None
 
     def _check_hello(self, hello: engine_pb2.EngineHello) -> None:
-        """Check that runs can come from the other engines that serve its models, and compute the same bits.
-
-        Raises:
-            ServiceError: UNSUPPORTED.
-        """
+        """Check that runs can come from the other engines that serve its models, and compute the same bits."""
         if self._config.accept_changes:
             return
         served = {model.name for model in hello.models}

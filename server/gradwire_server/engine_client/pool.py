@@ -64,11 +64,7 @@ class EnginePool:
         return any(engine.hello.device for engine in self.engines)
 
     def check_known(self) -> None:
-        """Check that an engine has said what it has; later it is known, also while there is none.
-
-        Raises:
-            ServiceError: ENGINE_UNAVAILABLE.
-        """
+        """Check that an engine has said what it has; later it is known, also while there is none."""
         if not self.is_known:
             message = "this server has no engine of its own (--engines 0), and none of another machine has come so far"
             raise ServiceError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, f"{message}: start `gradwire engine --front` there")

@@ -102,7 +102,7 @@ class Imported:
     def take(
         self, config: dict[str, Any], key: str, setting: str, convert: Callable[[Any], Any] = lambda each: each
     ) -> None:
-        """Take one key as a setting; a value that is none is noted."""
+        """Take one key as a setting; a value that the setting does not take is noted."""
         value = config.pop(key)
         try:
             self.settings[setting] = convert(value)

@@ -17,7 +17,7 @@ def imported(file: Path) -> Imported:
     """Translate a configuration of Axolotl or LLaMA-Factory, or LLaMA-Factory's ``dataset_info.json``.
 
     Raises:
-        SettingsError: It is none of these, or its settings do not fit.
+        SettingsError: The file is of another program, or its settings do not fit.
     """
     if file.name == "dataset_info.json":
         return from_dataset_info(file)

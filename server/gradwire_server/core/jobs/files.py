@@ -269,11 +269,7 @@ class Files:
     # ---- internals ----
 
     def _check_room(self, caller: Caller) -> None:
-        """Check that what a key is sending fits beside what it has.
-
-        Raises:
-            ServiceError: LIMIT_EXCEEDED.
-        """
+        """Check that what a key is sending fits beside what it has."""
         if len(self._known) >= self._limits.max_files:
             raise limit_exceeded(
                 f"the server has {len(self._known)} files", "max_files", self._limits.max_files, "file"
@@ -405,11 +401,7 @@ def damage(content: Path, file: jobs.File) -> str:
 
 
 def _same(known: jobs.File, described: jobs.File, digest: bytes) -> jobs.File:
-    """The file that a key has made, if it is asked for again; when it expires is counted from its first request.
-
-    Raises:
-        ServiceError: ALREADY_EXISTS.
-    """
+    """The file that a key has made, if it is asked for again; when it expires is counted from its first request."""
     if (known.digest, known.filename, known.purpose) != (digest, described.filename, described.purpose):
         raise key_reused(f"the file {known.file_id}", "content")
     return known

@@ -151,11 +151,7 @@ class JobTurns:
 
 
 def _checked(event: jobs.JobEvent) -> dict[str, Any]:
-    """The data of an event that can be kept and read.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
+    """The data of an event that can be kept and read."""
     data = _object(event.data, "events.data")
     tokens = data.get("train/tokens", 0)
     numbers = (tokens, event.step, event.created_at)

@@ -298,11 +298,7 @@ class RolloutCall:
             done.set()
 
     async def _check_limits(self) -> None:
-        """Check that the session is open, and end it if it is at one of its limits.
-
-        Raises:
-            ServiceError: PERMISSION_DENIED.
-        """
+        """Check that the session is open, and end it if it is at one of its limits."""
         self._live.check_open()
         if reason := self._live.limit_reached():
             await self._end(reason)

@@ -82,7 +82,7 @@ class Transcript:
         """Where a prompt stands: at the turn with whose prompt and response it shares most.
 
         Args:
-            asked: The conversation; None for a prompt that is none.
+            asked: The conversation; None for a prompt that is not a conversation.
             reason: Why it may leave an earlier turn, if that is known.
         """
         best, shared = -1, 0

@@ -50,11 +50,7 @@ class BodyLimit:
         return limit_exceeded(f"a body of {size} bytes", self.name, self.bytes, "body")
 
     def check(self, size: int) -> None:
-        """Check what has come so far.
-
-        Raises:
-            ServiceError: LIMIT_EXCEEDED.
-        """
+        """Check what has come so far."""
         if size > self.bytes:
             raise self.exceeded(f"more than {self.bytes}")
 
@@ -103,11 +99,7 @@ async def decompressed(body: bytes, encoding: str, limit: BodyLimit) -> bytes:
 
 
 async def check_json(body: bytes, limits: Limits) -> None:
-    """Check how many values JSON has before objects are made of them.
-
-    Raises:
-        ServiceError: LIMIT_EXCEEDED, INVALID_ARGUMENT.
-    """
+    """Check how many values JSON has before objects are made of them."""
     bounds = JsonBounds(limits.max_json_values, limits.max_json_containers, MAX_LEVELS)
     try:
         await bounds.check(body)

@@ -175,11 +175,7 @@ class GuardedProtocol:
 
 
 def check_signed(keys: Keys, owner: str) -> None:
-    """Check that the key for which a URL was signed is not revoked.
-
-    Raises:
-        ServiceError: UNAUTHENTICATED.
-    """
+    """Check that the key for which a URL was signed is not revoked."""
     if not keys.may_call(owner):
         message = "the key that asked for this URL is not valid any more"
         raise ServiceError(pb.ERROR_CODE_UNAUTHENTICATED, message)

@@ -101,7 +101,7 @@ class Sharded(Placement):
         return {}
 
     def place(self, module: nn.Module, layers: Sequence[nn.Module] = ()) -> None:
-        """Move each layer to the device, and keep this rank's part of it there; likewise what is around the layers."""
+        """Move the layers, and the weights around them, to the device, and keep this rank's part of each there."""
         for layer in layers:
             _go_on_after_errors(layer, self._defer)
         for part in (*layers, module):

@@ -45,9 +45,6 @@ def check_split(split_model: SplitModel) -> None:
 
     Also checks that the logits are finite and that nothing is drawn in training mode without dropout, and finds the
     layers whose weights the model reads itself.
-
-    Raises:
-        OperationError: UNSUPPORTED.
     """
     facts = split_model.facts
     length = min(6, facts.context_length)

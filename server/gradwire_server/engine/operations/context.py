@@ -58,11 +58,7 @@ class EngineContext:
         self.budget = self.memory.most
 
     def held(self, run_id: str) -> EngineRun:
-        """A run in the engine.
-
-        Raises:
-            OperationError: UNKNOWN_RUN.
-        """
+        """A run in the engine."""
         if run_id not in self.runs:
             raise OperationError(training_pb2.ERROR_CODE_UNKNOWN_RUN, f"the engine holds no run {run_id!r}")
         return self.runs[run_id]

@@ -69,7 +69,6 @@ class Execution:
         budget: The limits that it is executed within at present.
 
     Raises:
-        OperationError: UNKNOWN_RUN.
         DamagedFile: The run's file is damaged; a new process restores the run.
     """
 

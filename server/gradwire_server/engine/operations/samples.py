@@ -125,9 +125,6 @@ def asked_in_run(
 
     A call without a seed has one that follows from the run's seed and the operation's number. It draws nothing from the
     run's generators, so that a recovery need not repeat it.
-
-    Raises:
-        OperationError: The request is invalid.
     """
     prompts: Sequence[Sequence[int]] = ()
     if "prompt_ids" in columns:
@@ -150,11 +147,7 @@ def asked_in_run(
 
 
 def asked_outside(context: EngineContext, request: engine_pb2.EngineRequest) -> Asked:
-    """Read samples of a model, a checkpoint or a run's weights, outside any run's queue, or a part of such samples.
-
-    Raises:
-        OperationError: The request is invalid.
-    """
+    """Read samples of a model, a checkpoint or a run's weights, outside any run's queue, or a part of such samples."""
     asked, call, salt = request.sample, request.sample.call, request.owner
     if request.sampled_run:
         run = context.held(request.sampled_run)
@@ -188,11 +181,7 @@ def _alone_in_run(context: EngineContext) -> bool:
 
 
 def begin(context: EngineContext, asked: Asked) -> Started:
-    """Give the sampler a job, and score its prompts if the call wants that.
-
-    Raises:
-        OperationError: The request is invalid.
-    """
+    """Give the sampler a job, and score its prompts if the call wants that."""
     policy, call, params, draws = asked.policy, asked.call, asked.params, asked.draws
     needed = bool(call.prompts or params.stop or params.forms)
     tokenizer = context.tokenizer(policy.facts.name, needed=needed)

@@ -141,9 +141,6 @@ def evaluate(
         scoring: The scores, which are those of the step.
         outputs: Names of the scores to return.
         agreement: This process's agreement with the others of the engine; by default it is alone.
-
-    Raises:
-        OperationError: UNSUPPORTED, INVALID_ARGUMENT, INVALID_BATCH.
     """
     sums = LossSums(step.loss.name if step is not None else "")
     scores = score_batch(scoring, agreement=agreement)

@@ -47,9 +47,6 @@ class LocalJob:
         limits: ``[R]`` maximum tokens of each sample.
         begun: Whether the prompt of one of its samples has been computed.
         own: The rows that this process computes; all of them, unless they are divided among ranks.
-
-    Raises:
-        OperationError: The request is invalid.
     """
 
     def __init__(

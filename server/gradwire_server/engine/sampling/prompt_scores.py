@@ -66,11 +66,7 @@ class PromptScores:
 
 
 def candidate_ids(prompts: Sequence[Sequence[int]], candidates: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
-    """``[T, K]`` ids to score in each place of all prompts, from those of each prompt, one after another.
-
-    Raises:
-        OperationError: INVALID_ARGUMENT.
-    """
+    """``[T, K]`` ids to score in each place of all prompts, from those of each prompt, one after another."""
     places = [len(prompt) - 1 for prompt in prompts]
     widths = {len(ids) // count for ids, count in zip(candidates, places, strict=False) if count > 0}
     width = widths.pop() if len(widths) == 1 else 0
@@ -108,7 +104,6 @@ def score_prompts(
         divided: Whether each process computes some of the prompts, or all.
 
     Raises:
-        OperationError: CANCELLED.
         MemoryError: Also one prompt alone does not fit into memory.
     """
     lengths = torch.tensor([len(prompt) for prompt in prompts])

@@ -96,11 +96,7 @@ def check_scores(
 
 
 def check_candidates(batch: Batch, names: Collection[str]) -> None:
-    """Check that a batch has candidates if a score needs them.
-
-    Raises:
-        OperationError: INVALID_BATCH.
-    """
+    """Check that a batch has candidates if a score needs them."""
     if "candidate_logprobs" in names and "candidates" not in batch.fields:
         raise OperationError(
             training_pb2.ERROR_CODE_INVALID_BATCH,

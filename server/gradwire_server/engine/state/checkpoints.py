@@ -83,11 +83,7 @@ class CheckpointStore:
             return False
 
     def manifest(self, path: str) -> Manifest:
-        """The manifest of ``"RUN_ID/NAME"``.
-
-        Raises:
-            OperationError: UNKNOWN_CHECKPOINT or CHECKPOINT_CORRUPT.
-        """
+        """The manifest of ``"RUN_ID/NAME"``."""
         try:
             with self._store.reading(self.place(path), MANIFEST) as folder:
                 return read_manifest(folder)
@@ -120,11 +116,7 @@ class CheckpointStore:
             return load_file(folder / PASSED)
 
     def load(self, path: str, name: str, manifest: Manifest) -> dict[str, Tensor]:
-        """Verify and load the tensors of one file on the CPU; empty if the checkpoint has no such file.
-
-        Raises:
-            OperationError: CHECKPOINT_CORRUPT.
-        """
+        """Verify and load the tensors of one file on the CPU; empty if the checkpoint has no such file."""
         stored = manifest.files.get(name)
         if stored is None:
             return {}

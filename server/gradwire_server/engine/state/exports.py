@@ -93,9 +93,6 @@ def export_run(
         folder: An empty folder.
         requested: "auto" (as the run trains), "hf" or "merged" (a whole model, with the adapter merged into it), or
             "peft".
-
-    Raises:
-        OperationError: INVALID_ARGUMENT.
     """
     policy = run.policy
     if requested not in FORMATS:

@@ -263,11 +263,7 @@ def _heads(files: Path, upload: pb.Upload) -> Iterable[pb.UploadFile]:
 
 
 def _tensors(file: pb.UploadFile) -> dict[str, Any]:
-    """Name -> dtype and shape of the tensors of a safetensors file, by its header.
-
-    Raises:
-        OperationError: INVALID_ARGUMENT.
-    """
+    """Name -> dtype and shape of the tensors of a safetensors file, by its header."""
     entries = {name: entry for name, entry in _json(file).items() if name != "__metadata__"}
     for entry in entries.values():
         if not (isinstance(entry, dict) and isinstance(entry.get("shape"), list) and "dtype" in entry):

@@ -158,11 +158,7 @@ class BatchParts:
         return read_columns(loss, joined([*self._parts, columns]), policy, ())
 
     def _check(self, call: training_pb2.LossCall, columns: Columns) -> None:
-        """Check that a call may bring a further part, or the last one.
-
-        Raises:
-            OperationError: INVALID_ARGUMENT or INVALID_BATCH.
-        """
+        """Check that a call may bring a further part, or the last one."""
         if not self._parts:
             return
         for field in ("loss_fn", "loss_kwargs"):

@@ -145,11 +145,7 @@ class Optimizer:
         self._added.clear()
 
     def begin(self, accumulator: GradientAccumulator, settings: training_pb2.OptimStep) -> Step:
-        """Check a step and collect its gradients.
-
-        Raises:
-            OperationError: NOTHING_TO_STEP, INVALID_ARGUMENT.
-        """
+        """Check a step and collect its gradients."""
         check_settings(settings)
         if accumulator.parts:
             raise OperationError(

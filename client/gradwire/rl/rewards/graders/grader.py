@@ -20,7 +20,7 @@ _PLACE = re.compile(r"(item|sample)((?:\.\w+)+)")
 
 
 class GraderError(ValueError):
-    """A grader that is none; the message says why."""
+    """An invalid specification of a grader; the message says why."""
 
 
 class SampleError(ValueError):
@@ -145,7 +145,7 @@ def number_of(value: Any, kind: str) -> float:
     """A result that is a number.
 
     Raises:
-        SampleError: Of this kind, if it is none.
+        SampleError: The result is not a number; the error has this kind.
     """
     if isinstance(value, bool | int | float) and abs(value) <= MAX_ABSOLUTE:  # NaN is not
         return float(value)

@@ -177,7 +177,7 @@ def error_body(status: int, error: pb.Error) -> Mapping[str, Any]:
 
 
 def _usage(prompt: int, cached: int, sampled: int) -> dict[str, int]:
-    """Counts of tokens in Anthropic's form, in which tokens of the cache are none of the input."""
+    """Counts of tokens in Anthropic's form, in which ``input_tokens`` leaves out those from the cache."""
     return {
         "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,

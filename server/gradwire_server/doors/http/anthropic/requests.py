@@ -86,11 +86,7 @@ class OutputConfig(BoundedModel):
     effort: str | None = None
 
     def response_format(self) -> ResponseFormat | None:
-        """The same as chat completions have it.
-
-        Raises:
-            ServiceError: INVALID_ARGUMENT.
-        """
+        """The same as chat completions have it."""
         form = self.format
         if form is None:
             return None
@@ -115,11 +111,7 @@ class CountRequest(DoorRequest):
     output_config: OutputConfig | None = None
 
     def chat(self, **options: Any) -> ChatRequest:
-        """The same as a request for a chat completion, with these options.
-
-        Raises:
-            ServiceError: INVALID_ARGUMENT, UNSUPPORTED.
-        """
+        """The same as a request for a chat completion, with these options."""
         system = [] if self.system is None else [{"role": "system", "content": _text(self.system, "system")}]
         choice = self.tool_choice
         prefilled = self.messages[-1].get("role") == "assistant"

@@ -193,7 +193,7 @@ def _named(value: Any, *, by_key: bool = False) -> list[tuple[str, Any]]:
 
 
 def json_or_none(text: str) -> Any:
-    """The value of a JSON text; None if it is none."""
+    """Parse a JSON text; None if it is not valid JSON."""
     try:
         return read_json(text)
     except (ValueError, RecursionError):

@@ -89,11 +89,7 @@ class Completion:
         }
 
     async def request(self) -> pb.SampleRequest:
-        """Return the request to the sampler.
-
-        Raises:
-            ServiceError: The request is invalid.
-        """
+        """Return the request to the sampler."""
         asked = self._asked
         if asked.suffix:
             raise unsupported("suffix is not served: models here continue a text, and fill in nothing", "suffix")

@@ -85,11 +85,7 @@ class Counts:
 
 
 class Conversation:
-    """One request.
-
-    Raises:
-        ServiceError: UNKNOWN_MODEL.
-    """
+    """One request."""
 
     def __init__(self, core: Core, caller: Caller, asked: ChatRequest) -> None:
         self._core, self._caller, self._asked = core, caller, asked
@@ -100,11 +96,7 @@ class Conversation:
         self._turn: RolloutCall | None = None
 
     async def request(self) -> pb.SampleRequest:
-        """Return the request to the sampler.
-
-        Raises:
-            ServiceError: The request is invalid.
-        """
+        """Return the request to the sampler."""
         asked = self._asked
         info = await self._core.texts.tokenizer_info(self._caller, self.base)
         offered = self._offered = offered_tools(*asked.offered)
@@ -313,11 +305,7 @@ class Conversation:
 
 
 def _continued(messages: Sequence[Mapping[str, Any]], asked: ChatRequest) -> str:
-    """The beginning of an answer that the last message is.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
+    """The beginning of an answer that the last message is."""
     if asked.add_generation_prompt:
         message = "continue_final_message goes on with the last message, and add_generation_prompt begins another: one"
         raise invalid(message, "continue_final_message")

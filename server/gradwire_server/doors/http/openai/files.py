@@ -139,9 +139,6 @@ async def form_of(http: Request, max_fields: int, reach: Callable[[int], None]) 
 
     Args:
         reach: Told how many bytes of the file have arrived at least; what it raises ends the request at once.
-
-    Raises:
-        ServiceError: STORAGE_FULL.
     """
     size = 0
 

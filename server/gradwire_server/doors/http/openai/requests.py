@@ -86,11 +86,7 @@ class SamplingRequest(DoorRequest):
         return {name for name in SamplingRequest.model_fields if getattr(self, name) is not None}
 
     def call(self, max_tokens: int | None, json_schema: str = "") -> pb.SampleCall:
-        """Return the request's settings as a call of the sampler.
-
-        Raises:
-            ServiceError: INVALID_ARGUMENT.
-        """
+        """Return the request's settings as a call of the sampler."""
         forms = self._forms()
         if json_schema:
             forms.append(("response_format or tool_choice", "json_schema", json_schema))
@@ -195,11 +191,7 @@ class ResponseFormat(BoundedModel):
     json_schema: JsonSchemaFormat | None = None
 
     def json_schema_text(self) -> str:
-        """The schema as JSON; empty for any text.
-
-        Raises:
-            ServiceError: INVALID_ARGUMENT.
-        """
+        """The schema as JSON; empty for any text."""
         if self.type == "text":
             return ""
         if self.type == "json_object":
@@ -269,11 +261,7 @@ def unsupported(message: str, field: str) -> ServiceError:
 
 
 def check_encodable(text: str, field: str) -> None:
-    """Check that a text has UTF-8 bytes, which lone surrogates have not.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
+    """Check that a text has UTF-8 bytes, which lone surrogates have not."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -143,7 +143,7 @@ class OfferedTools:
         """Say which of the tools may or must be called.
 
         Raises:
-            ServiceError: INVALID_ARGUMENT for a choice that is none, or a tool that is not there; UNSUPPORTED for a
+            ServiceError: INVALID_ARGUMENT for an invalid choice, or a tool that is not there; UNSUPPORTED for a
                 choice, or a single tool, that is not served.
         """
         if choice == "none":

@@ -171,11 +171,7 @@ class DoorRequest(BoundedModel):
 def _served(
     fields: Mapping[str, Unserved], values: Mapping[str, Any], known: Iterable[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """A body without what is ignored, and the names of that.
-
-    Raises:
-        ServiceError: UNSUPPORTED.
-    """
+    """A body without what is ignored, and the names of that."""
     served, ignored = dict(values), []
     for name, entry in fields.items():
         outer, _, inner = name.partition(".")

@@ -85,11 +85,7 @@ def loss_operation(request: tinker_pb2.ForwardBackwardRequest) -> pb.Operation:
 
 
 def loss_batch(request: tinker_pb2.ForwardBackwardRequest, model: pb.ModelInfo, limits: Limits) -> LossBatch:
-    """Convert a request about a run of this base model.
-
-    Raises:
-        ServiceError: UNKNOWN_LOSS, INVALID_BATCH, UNSUPPORTED, LIMIT_EXCEEDED.
-    """
+    """Convert a request about a run of this base model."""
     _check_loss(request.loss_fn)
     operation = loss_operation(request)
     if not request.data:

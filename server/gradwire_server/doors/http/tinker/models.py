@@ -66,11 +66,7 @@ class Models:
     # ---- models ----
 
     def get(self, caller: Caller, model_id: str) -> ModelRecord:
-        """A model that the caller may train.
-
-        Raises:
-            ServiceError: UNKNOWN_RUN.
-        """
+        """A model that the caller may train."""
         model = self._store.models.get(model_id)
         if model is None or not (caller.role == "admin" or caller.name == model.owner):
             message = f"there is no model {model_id[:200]!r}: create it first, with the same key"

@@ -44,11 +44,7 @@ class TinkerPath:
 
     @classmethod
     def read(cls, text: str) -> TinkerPath:
-        """Parse a path.
-
-        Raises:
-            ServiceError: INVALID_ARGUMENT.
-        """
+        """Parse a path."""
         scheme, _, rest = text.partition("://")
         model_id, _, checkpoint_id = rest.partition("/")
         if scheme != "tinker" or not checkpoint_id:
@@ -57,11 +53,7 @@ class TinkerPath:
 
     @classmethod
     def of(cls, model_id: str, checkpoint_id: str) -> TinkerPath:
-        """The path of a model's checkpoint ``KIND/NAME``.
-
-        Raises:
-            ServiceError: INVALID_ARGUMENT.
-        """
+        """The path of a model's checkpoint ``KIND/NAME``."""
         kind, _, name = checkpoint_id.partition("/")
         for known in PATH_KINDS:
             if kind == known:
@@ -79,11 +71,7 @@ class TinkerPath:
 
 
 def check_name(name: str, kind: PathKind) -> None:
-    """Check the name of a checkpoint.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
+    """Check the name of a checkpoint."""
     if not NAME.fullmatch(f"{kind}.{name}") or not name:
         most = 99 - len(kind)
         message = f"{name[:100]!r} is not a name: letters, digits, '.', '_', '-', {most} at most"

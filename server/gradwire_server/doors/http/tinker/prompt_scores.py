@@ -43,11 +43,7 @@ class Targets(BoundedModel):
     sparse_col_indices: list[int] | None = None
 
     def dense(self, length: int) -> Ids:
-        """The ids for a prompt of ``length`` tokens.
-
-        Raises:
-            ServiceError: INVALID_ARGUMENT, LIMIT_EXCEEDED.
-        """
+        """The ids for a prompt of ``length`` tokens."""
         places, width = self.shape
         if places != max(length - 1, 0):
             raise _invalid(f"target_prompt_logprobs is {list(self.shape)}; it is [{max(length - 1, 0)}, K] here")
@@ -66,11 +62,7 @@ class Targets(BoundedModel):
         return found
 
     def cells(self) -> tuple[Ids, Ids] | None:
-        """Rows and columns of sparse values; None if they are dense.
-
-        Raises:
-            ServiceError: INVALID_ARGUMENT.
-        """
+        """Rows and columns of sparse values; None if they are dense."""
         if self.sparse_crow_indices is None and self.sparse_col_indices is None:
             return None
         starts, columns = self.sparse_crow_indices or [], self.sparse_col_indices or []
@@ -114,11 +106,7 @@ class WantedScores(BoundedModel):
         )
 
     def check(self, length: int, limits: Limits) -> None:
-        """Check the request against the length of its prompt.
-
-        Raises:
-            ServiceError: INVALID_ARGUMENT, LIMIT_EXCEEDED.
-        """
+        """Check the request against the length of its prompt."""
         last = self.prompt_logprobs_last_n
         if last is not None and not (self.prompt_logprobs and 1 <= last < max(length, 2)):
             raise _invalid(

@@ -63,11 +63,7 @@ class Samplers:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def get(self, caller: Caller, sampler_id: str) -> SamplerRecord:
-        """A sampler of the caller's.
-
-        Raises:
-            ServiceError: UNKNOWN_CHECKPOINT.
-        """
+        """A sampler of the caller's."""
         sampler = self._store.samplers.get(sampler_id)
         if sampler is None or not (caller.role == "admin" or caller.name == sampler.owner):
             message = f"there is no sampling session {sampler_id[:200]!r}"

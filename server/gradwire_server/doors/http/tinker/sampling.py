@@ -59,9 +59,6 @@ class PromptTokens(BoundedModel):
 
         Args:
             images: Takes the prompt's.
-
-        Raises:
-            ServiceError: INVALID_ARGUMENT, UNSUPPORTED, LIMIT_EXCEEDED.
         """
         prompt_ids: list[int] = []
         shown = [chunk for chunk in self.chunks if chunk.type == "image"]

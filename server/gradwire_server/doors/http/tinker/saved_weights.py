@@ -23,9 +23,6 @@ class SavedWeights:
 
         Args:
             expired: Find it also when its time is over.
-
-        Raises:
-            ServiceError: UNKNOWN_CHECKPOINT, INVALID_ARGUMENT.
         """
         named = TinkerPath.read(path)
         model, saved_as = self._store.models.get(named.model_id), self.record(named)
@@ -92,11 +89,7 @@ class SavedWeights:
         return None if run is None else run.checkpoints.get(path.stored_name)
 
     def export(self, caller: Caller, path: TinkerPath, *, expired: bool = False) -> str:
-        """The core's path, ``RUN_ID/NAME``, of weights that the caller has exported.
-
-        Raises:
-            ServiceError: UNKNOWN_CHECKPOINT.
-        """
+        """The core's path, ``RUN_ID/NAME``, of weights that the caller has exported."""
         saved, model = self._store.saved.get(str(path)), self._store.models.get(path.model_id)
         owns = model is not None and (caller.role == "admin" or caller.name == model.owner)
         if saved is None or model is None or not owns or (saved.expired and not expired):

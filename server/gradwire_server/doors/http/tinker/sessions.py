@@ -143,11 +143,7 @@ def routes(core: Core, store: TinkerStore, stopping: asyncio.Event) -> APIRouter
 
 
 def _check_sdk(version: str) -> None:
-    """Refuse releases of the SDK whose batches the server does not read; a text that is no version passes.
-
-    Raises:
-        ServiceError: UNSUPPORTED.
-    """
+    """Refuse releases of the SDK whose batches the server does not read; a text that is no version passes."""
     found = re.match(r"(\d{1,9})\.(\d{1,9})", version)
     if found is not None and (int(found[1]), int(found[2])) < OLDEST_SDK:
         oldest = ".".join(map(str, OLDEST_SDK))
@@ -156,11 +152,7 @@ def _check_sdk(version: str) -> None:
 
 
 def session_of(store: TinkerStore, owner: str, session_id: str) -> SessionRecord:
-    """A session of a key's.
-
-    Raises:
-        ServiceError: UNKNOWN_RUN.
-    """
+    """A session of a key's."""
     session = store.sessions.get(session_id)
     if session is None or session.owner != owner:
         message = f"there is no session {session_id[:100]!r}: create one, with the same key"

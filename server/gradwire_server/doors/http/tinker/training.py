@@ -258,11 +258,7 @@ def routes(
 
 
 async def _asked(body: bytes, limits: Limits) -> tinker_pb2.ForwardBackwardRequest:
-    """The request of a body; without its data if that is large.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT, LIMIT_EXCEEDED.
-    """
+    """The request of a body; without its data if that is large."""
     request = tinker_pb2.ForwardBackwardRequest
     try:
         if len(body) > SMALL_BYTES:

@@ -25,8 +25,8 @@ class Head(nn.Module):
     transformers, whose ``...ForSequenceClassification`` loads them from an export.
 
     Args:
-        kind: ``"value"`` (value of the state in which token t was emitted, read at token t - 1), ``"reward"`` (of a
-            sequence, read at its last token, or of each token, read at that token) or ``"classification"`` (likewise).
+        kind: ``"value"`` (value of the state in which token t was emitted, read at token t - 1), ``"reward"`` or
+            ``"classification"`` (of a sequence, read at its last token, or of each token, read at that token).
         hidden_size: ``H``.
         seed: Seed of the initial weights.
         num_labels: ``C``, for a classification.

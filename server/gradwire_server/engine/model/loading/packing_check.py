@@ -58,11 +58,7 @@ def choose_packing(split_model: SplitModel) -> Packing:
 
 @torch.no_grad()
 def check_rows(split_model: SplitModel) -> None:
-    """Check that rows around the boundaries of a model have the states together that each has alone.
-
-    Raises:
-        OperationError: UNSUPPORTED.
-    """
+    """Check that rows around the boundaries of a model have the states together that each has alone."""
     facts, usable = split_model.facts, _usable_ids(split_model)
     bounds = boundaries(split_model.model.config.get_text_config().to_dict())
     most = MOST_TRIED_ON_CPU if split_model.device.type == "cpu" else MOST_TRIED
@@ -87,11 +83,7 @@ def check_rows(split_model: SplitModel) -> None:
 
 @torch.no_grad()
 def check_exact(split_model: SplitModel) -> None:
-    """Check that the bits of a row's states depend on no other row.
-
-    Raises:
-        OperationError: UNSUPPORTED.
-    """
+    """Check that the bits of a row's states depend on no other row."""
     facts, usable = split_model.facts, _usable_ids(split_model)
     lengths = [min(length, facts.context_length) for length in (40, 50, 1, 2, 5, 70, 131)]
     ids = torch.arange(max(lengths)) * 3

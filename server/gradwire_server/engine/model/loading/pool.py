@@ -306,11 +306,7 @@ TEXT_IN_FEW_BITS = frozenset({"Gemma3ForConditionalGeneration"})
 
 
 def check_quantization(facts: ModelFacts, quantize: Quantization | None) -> None:
-    """Refuse to hold a model that takes images in few bits, but for Gemma 3, which then takes text alone.
-
-    Raises:
-        OperationError: UNSUPPORTED.
-    """
+    """Refuse to hold a model that takes images in few bits, but for Gemma 3, which then takes text alone."""
     if quantize is not None and facts.takes_images and facts.architecture not in TEXT_IN_FEW_BITS:
         raise OperationError(
             training_pb2.ERROR_CODE_UNSUPPORTED,

@@ -24,7 +24,7 @@ def decode(content: bytes) -> Image:
     """Decode a PNG, JPEG or WebP file, turned as it says. Thread-safe.
 
     Raises:
-        ImageRefused: It is none, it is damaged, or it takes too many pixels, too long or too much memory.
+        ImageRefused: It is not an image, it is damaged, or it takes too many pixels, too long or too much memory.
     """
     try:
         about, pixels = _HELPERS.ask(content, DECODE_S)

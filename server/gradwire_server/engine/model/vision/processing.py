@@ -116,7 +116,7 @@ class ImageProcessor:
         """Read a PNG, JPEG or WebP file, or an array as ``numpy.save`` writes it. May be called in any thread.
 
         Raises:
-            ImageRefused: It is none, it is damaged, it has more than ``MAX_PIXELS`` pixels, or takes too long.
+            ImageRefused: It is not an image, it is damaged, it has more than ``MAX_PIXELS`` pixels, or takes too long.
         """
         digest = blake2b(content, digest_size=16).digest()
         with self._lock:

@@ -34,9 +34,9 @@ class Grammar:
         end_tokens: The model's end tokens, allowed once the text is complete.
 
     Raises:
-        OperationError: INVALID_ARGUMENT for a text that is none, or uses what llguidance does not know; LIMIT_EXCEEDED
-            for one that takes too long or too much memory to compile; UNSUPPORTED without llguidance, or for a
-            tokenizer that it cannot read.
+        OperationError: INVALID_ARGUMENT for a text that is invalid or unknown to llguidance; LIMIT_EXCEEDED for one
+            that takes too long or too much memory to compile; UNSUPPORTED without llguidance, or for a tokenizer that
+            it cannot read.
     """
 
     def __init__(

@@ -41,11 +41,7 @@ class Bounds:
     whole: bool = True
 
     def check(self, name: str, value: Any) -> None:
-        """Check a value.
-
-        Raises:
-            ServiceError: INVALID_ARGUMENT.
-        """
+        """Check a value."""
         kind = int if self.whole else (int, float)
         fits = isinstance(value, kind) and not isinstance(value, bool)
         if not (fits and (self.least <= value if self.whole else self.least < value) and value <= self.most):

@@ -309,11 +309,7 @@ def routes(core: Core) -> APIRouter:
 
 
 async def _create(core: Core, caller: Caller, asked: CreateJob, http: Request) -> jobs.Job:
-    """Queue the job that a request describes.
-
-    Raises:
-        ServiceError: The request is invalid.
-    """
+    """Queue the job that a request describes."""
     method = asked.method.type if asked.method is not None else "supervised"
     for other in RECIPES:
         if other != method and getattr(asked.method, other, None) is not None:
@@ -381,11 +377,7 @@ async def _create(core: Core, caller: Caller, asked: CreateJob, http: Request) -
 
 
 def _extensions(fields: dict[str, Any]) -> dict[str, Any]:
-    """Settings of the recipe that a request has besides OpenAI's; ``lora`` and ``full`` are the SDK's words for a rank.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
+    """Settings of the recipe in a request, besides OpenAI's; ``lora`` and ``full`` are the SDK's words for a rank."""
     for field in OURS:
         if field in fields:
             raise invalid(f"gradwire.{field} is in the request by OpenAI's name: leave it out", "gradwire")

@@ -106,11 +106,7 @@ class KeptResponses:
         return kept
 
     def item(self, owner: str, item_id: str) -> Item:
-        """An item of a response's output.
-
-        Raises:
-            ServiceError: UNKNOWN_OPERATION.
-        """
+        """An item of a response's output."""
         self._end()
         for kept in self._owners.get(owner, _Owner()).responses.values():
             if item_id in kept.ids:
@@ -119,11 +115,7 @@ class KeptResponses:
         raise ServiceError(pb.ERROR_CODE_UNKNOWN_OPERATION, message, field="input")
 
     def delete(self, owner: str, response_id: str) -> None:
-        """Forget a response.
-
-        Raises:
-            ServiceError: UNKNOWN_OPERATION.
-        """
+        """Forget a response."""
         self.get(owner, response_id)
         self._owners[owner].drop(response_id)
 

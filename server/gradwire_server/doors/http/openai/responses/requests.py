@@ -91,9 +91,6 @@ class ResponseRequest(SamplingRequest):
 
         Args:
             items: What was said before, and the input.
-
-        Raises:
-            ServiceError: INVALID_ARGUMENT, UNSUPPORTED.
         """
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         form = self.text.format if self.text is not None else None
@@ -125,11 +122,7 @@ def with_references(items: Sequence[Item], find: Callable[[str], Item]) -> list[
 
 
 def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Items as messages of a chat: reasoning, text and calls of one turn of the assistant's are one message.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT, UNSUPPORTED.
-    """
+    """Items as messages of a chat: reasoning, text and calls of one turn of the assistant's are one message."""
     messages: list[dict[str, Any]] = []
     reasoning = ""
     for number, item in enumerate(items):

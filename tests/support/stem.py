@@ -25,7 +25,8 @@ from typing import Any
 from support import forks
 
 FRONT, ENGINE = "gradwire_server.cli", "gradwire_server.engine.process"
-IMPORTED = [f"{FRONT}.app", "gradwire_server.server", f"{ENGINE}.__main__"]
+BOUNDED = ("gradwire_server.tokenizing.process", "gradwire_server.doors.http.tinker.batch_process")
+IMPORTED = [f"{FRONT}.app", "gradwire_server.server", f"{ENGINE}.__main__", *BOUNDED]
 if importlib.util.find_spec("bitsandbytes"):
     IMPORTED.append("peft.tuners.lora.bnb")  # by an engine's first adapter
 CLONE = {"x86_64": 56, "aarch64": 220}
@@ -41,7 +42,8 @@ def be_a_stem(fd: int) -> None:
     os.environ.update(GRPC | os.environ)  # before gRPC's import
     for module in IMPORTED:
         importlib.import_module(module)
-    del sys.modules[f"{ENGINE}.__main__"]  # so that it runs as a main program that nobody imported
+    for main in (f"{ENGINE}.__main__", *BOUNDED):  # so that it runs as a main program that nobody imported
+        del sys.modules[main]
     assert len(os.listdir("/proc/self/task")) == 1, "an import starts threads, which a fork does not have"
     gc.collect()
     gc.freeze()  # no collection writes to the pages that forks share
@@ -101,7 +103,7 @@ def _run(told: Mapping[str, Any], fds: Sequence[int]) -> None:
             ours.close()
             return _be_the_fronts(theirs)
         theirs.close()
-        _fork_engines(forks.Stem(ours))
+        _fork_children(forks.Stem(ours))
     runpy._run_module_as_main(module)  # type: ignore[attr-defined]
 
 
@@ -123,13 +125,14 @@ def _be_the_fronts(link: socket.socket) -> None:
     _serve(link)
 
 
-def _fork_engines(stem: forks.Stem) -> None:
-    """Have this process's engines forked, where it would start a process that has all of this one's GPUs."""
+def _fork_children(stem: forks.Stem) -> None:
+    """Have its processes of bounded memory forked, and an engine that would have all of this one's GPUs."""
     from gradwire_http import child_processes
     from gradwire_server.engine_client.launcher import environment
 
     def start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        forked = command[1:3] == ("-m", ENGINE) and options["env"] == environment()
+        module = command[2] if command[1] == "-m" else ""
+        forked = module in BOUNDED or (module == ENGINE and options["env"] == environment())
         return (forks.ForkedProcess if forked else subprocess.Popen)(command, **options)
 
     forks._stem = stem

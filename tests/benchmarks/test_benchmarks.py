@@ -143,6 +143,7 @@ def test_the_arithmetic_of_a_step_is_what_torch_counts() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # a name that peft uses
 def test_the_least_time_of_a_step_is_that_of_its_arithmetic() -> None:
     case = next(each for each in roofline.CASES if each.size == "0.6B")

@@ -157,6 +157,7 @@ def test_the_engine_has_the_settings_of_the_servers_flags() -> None:
     assert not {"models", "state_dir", "dtype", "metrics_address"} & {*found}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # a name that peft uses
 def test_the_least_time_is_the_rooflines_for_the_same_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")

@@ -1,4 +1,4 @@
-# make setup | demo | feedback-demo | console-demo | notebook | test | test-slow | test-vllm | test-faults | test-ranks | test-fleet | bench | learn | rivals | lint | docs | site | proto
+# make setup | demo | feedback-demo | console-demo | notebook | test | test-all | test-slow | test-vllm | test-faults | test-ranks | test-fleet | bench | learn | rivals | lint | docs | site | proto
 # Without a GPU, torch's CPU build is a tenth of the size: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup
 
 PYTHON ?= python3.11
@@ -6,7 +6,7 @@ BIN := .venv/bin
 PROTO_BIN := .venv-proto/bin
 PROTO_OUT ?= proto
 
-.PHONY: setup openai agents fine-tuning-clients demo feedback-demo console-demo notebook test test-slow test-vllm test-faults test-ranks test-end-to-end test-fleet parity data-parity gguf bench learn rivals architectures lint docs proto site
+.PHONY: setup openai agents fine-tuning-clients demo feedback-demo console-demo notebook test test-all test-slow test-vllm test-faults test-ranks test-end-to-end test-fleet parity data-parity gguf bench learn rivals architectures lint docs proto site
 
 setup: .venv/.installed
 
@@ -41,15 +41,17 @@ notebook: .venv/.notebook
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[notebook]'
 	touch $@
 
-# The test files run in three processes (pytest-xdist), for two cores: a quarter of the time a test waits, for a process
-# that starts or for the disk. WORKERS=0 is one. The long files come before the many short ones of the server. Random
-# numbers are the same each time; `GRADWIRE_SEED=7 make test` draws others, `GRADWIRE_SEED=random` new ones that a failing
-# test prints. The sources are compiled first: where the environment forbids Python to write bytecode, each of the hundreds
-# of processes that the tests start would compile them anew.
+# What a newcomer and a developer run; tests marked `long` are left to `make test-all`, which CI runs. A test that has
+# become long is named at the end. The files run in three processes (pytest-xdist), for two cores: a quarter of the time a
+# test waits, for a process that starts or for the disk. WORKERS=0 is one. The long files come before the many short ones of
+# the server. Random numbers are the same each time; `GRADWIRE_SEED=7 make test` draws others, `GRADWIRE_SEED=random` new
+# ones that a failing test prints. The sources are compiled first: where the environment forbids Python to write bytecode,
+# each of the hundreds of processes that the tests start would compile them anew.
 WORKERS ?= 3
-test: setup
+test: SELECTED := -m "not long and not slow and not faults and not vllm"
+test test-all: setup
 	$(BIN)/python -m compileall -q client server losses proto examples tools tests/support
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(SELECTED)
 
 # These lanes start every server as a user does, not as a fork of a process that has imported all (tests/support/forks.py).
 test-slow test-faults test-ranks test-end-to-end test-fleet: export GRADWIRE_TEST_REAL_START := 1
@@ -143,7 +145,7 @@ $(OPENAI_CLIENTS:%=%/.installed): .venv-openai-%/.installed: tests/openai_client
 
 # Agents as they are on PyPI and npm complete a task against a scripted policy, in sessions that account for each token;
 # 10 minutes. `GRADWIRE_RECORD_AGENTS=1 make agents` writes what they send, shrunk, into tests/agents/bodies, which
-# `make test` sends again; `GRADWIRE_WRITE_DOCS=1 make agents` writes what ran into docs/openai.md.
+# `make test-all` sends again; `GRADWIRE_WRITE_DOCS=1 make agents` writes what ran into docs/openai.md.
 AGENTS := .venv-agents-sdk .venv-agents-crewai .venv-openai-aider .node-agents
 agents: setup $(AGENTS:%=%/.installed)
 	$(BIN)/python -m pytest tests/agents -m "slow or not slow"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import resource
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 SHARING = ("tests/examples/", "tests/server/doors/", "tests/server/engine/ranks/")
 """Folders with servers of a session or a package, which each process that has one of their files starts anew."""
+
+SHORT_S = 0.5
+"""Processor seconds, of its own and of processes that it waits for, that a test of ``make test`` may take."""
 
 DETECTOR.install()
 choose_seed()
@@ -55,6 +59,32 @@ def pytest_runtest_setup() -> None:
         seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed  # 1 us, not 1 ms
         seed(torch_seed())
     leave_out_of_garbage()
+
+
+def _cpu_s() -> float:
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    began = _cpu_s()
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("cpu_s", _cpu_s() - began))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Name the tests that ``make test`` should leave to ``make test-all``."""
+    if "not long" not in config.option.markexpr:
+        return
+    reports = (each for each in terminalreporter.stats.get("passed", ()) if each.when == "call")
+    taken = {report.nodeid: dict(report.user_properties)["cpu_s"] for report in reports}
+    if above := sorted((cpu_s, test) for test, cpu_s in taken.items() if cpu_s > SHORT_S):
+        terminalreporter.section(f"over {SHORT_S} CPU seconds: mark them long, or make them shorter")
+        for cpu_s, test in above:
+            terminalreporter.line(f"{cpu_s:5.1f} s  {test}")
 
 
 _frozen_modules = 0

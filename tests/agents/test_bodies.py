@@ -43,6 +43,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield server.url
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "number", "each"), RECORDED, ids=[f"{name} {number}" for name, number, _ in RECORDED])
 def test_an_agents_request_is_answered(url: str, name: str, number: int, each: dict[str, Any]) -> None:
     answer = httpx.post(f"{url}/v1/{each['path']}", json=each["body"] | {"temperature": 0}, timeout=120)
@@ -104,6 +105,7 @@ READERS = {
 """Of a path, and of whether the answer is a stream: what reads the text, and checks the answer's form."""
 
 
+@pytest.mark.long
 def test_the_base_url_answers_to_who_asks_whether_it_is_there(url: str) -> None:
     assert httpx.head(url).status_code == httpx.get(f"{url}/").status_code == 200
 
@@ -134,6 +136,7 @@ def test_no_recorded_body_has_prose_or_identities() -> None:
         assert path.stat().st_size < 16_000
 
 
+@pytest.mark.long
 def test_more_tokens_than_fit_are_clipped(url: str) -> None:
     messages = [{"role": "user", "content": "a" * 20_000}]
     for path in ("messages", "chat/completions"):

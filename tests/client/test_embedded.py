@@ -13,6 +13,8 @@ from pathlib import Path
 import gradwire
 import pytest
 
+pytestmark = pytest.mark.long
+
 
 async def test_what_it_wrote_is_shown_when_it_does_not_start() -> None:
     with pytest.raises(gradwire.ServerStartError, match="no-such-flag") as caught:

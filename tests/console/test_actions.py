@@ -15,7 +15,7 @@ from playwright.sync_api import Page, expect
 from support.console import Console
 from support.server import Server
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.long, pytest.mark.browser]
 
 ROWS = {"input_ids": [[5, 6, 7, 8, 9, 10]] * 2}
 

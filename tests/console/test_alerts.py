@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import gradwire
+import pytest
 from gradwire_console.cli import app
 from support.console import Console
 from support.server import Server
@@ -42,6 +43,7 @@ def webhook(failures: int) -> Iterator[tuple[str, queue.Queue[dict[str, str]]]]:
         yield f"http://{address}/hook", taken
 
 
+@pytest.mark.long
 def test_a_webhook_is_told_once_of_what_is_new(server: Server) -> None:
     with (
         webhook(failures=1) as (url, taken),

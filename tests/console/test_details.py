@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Page, expect
 from support.console import Console, page_of
 from support.server import Server
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.long, pytest.mark.browser]
 
 EVIL = "<img src=x onerror=alert(1)>"
 GROUP: dict[str, Any] = {

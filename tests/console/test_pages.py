@@ -22,7 +22,7 @@ from support.chats import chat_model
 from support.console import Console, page_of
 from support.server import Server
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.long, pytest.mark.browser]
 
 ROWS = {"input_ids": [[5, 6, 7, 8, 9, 10]] * 2}
 UPGRADE = {

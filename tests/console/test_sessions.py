@@ -13,6 +13,8 @@ from support.server import free_port
 from support.tinker import HttpServer
 from support.tiny import tiny_model
 
+pytestmark = pytest.mark.long
+
 EVIL = "<img src=x onerror=alert(1)>"
 
 

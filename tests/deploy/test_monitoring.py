@@ -111,6 +111,7 @@ async def exported(server: Server, metrics_address: str) -> dict[str, Metric]:
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
+@pytest.mark.long
 def test_every_query_finds_its_metric(exported: dict[str, Metric]) -> None:
     samples = [sample for family in exported.values() for sample in family.samples]
     labels = {spec.name: set(spec.labels) for spec in CATALOGUE}
@@ -184,6 +185,7 @@ def healthcheck(address: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.long
 def test_the_health_check_tells_a_live_server_from_none(server: Server, metrics_address: str) -> None:
     live = healthcheck(metrics_address)
     assert (live.returncode, live.stderr) == (0, "")

@@ -162,6 +162,7 @@ def in_parts(run: gradwire.TrainingClient) -> list[gradwire.Future[Any]]:
     ]
 
 
+@pytest.mark.long
 async def test_parts_of_a_batch_outlive_the_server(killable: Server) -> None:
     """The parts before a kill come from the journal, and the loss of the last one is that of all of them."""
     async with gradwire.connect(killable.address, connect_timeout=120) as service:

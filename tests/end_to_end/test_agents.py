@@ -21,6 +21,8 @@ from support import secret_word
 from support.server import free_port
 from support.tinker import HttpServer
 
+pytestmark = pytest.mark.long
+
 PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
 PROGRAM = """
 import json, pathlib, sys

@@ -55,6 +55,7 @@ async def test_a_loaded_checkpoint_goes_on_bit_for_bit_after_a_restart(
         assert (await steps(run, batches[3:]), await logprobs(run)) == expected
 
 
+@pytest.mark.long
 async def test_a_killed_server_continues_every_run_from_the_same_state(
     killable: Server, rng: np.random.Generator
 ) -> None:

@@ -18,6 +18,8 @@ from support.collector import Collector
 from support.server import Server
 from support.stage import wait_for
 
+pytestmark = pytest.mark.long
+
 LORA = {"rank": 4, "dropout": 0.2}
 LEASE_S = 6
 

@@ -18,6 +18,8 @@ from gradwire.cli.app import app
 from support.server import Server
 from typer.testing import CliRunner
 
+pytestmark = pytest.mark.long
+
 LORA = {"rank": 4, "dropout": 0.2}
 ROUNDS = 6
 MOVES = 20

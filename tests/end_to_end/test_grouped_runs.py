@@ -15,6 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.batches import SEVEN, VOCAB
 from support.server import Server, free_port
 
+pytestmark = pytest.mark.long
+
 STEPS = 6
 CLIENTS: list[tuple[str, dict[str, Any]]] = [
     ("causal_lm", {"rank": 4}),

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import gradwire
 import numpy as np
+import pytest
 import torch
 from support.plain_peft import with_adapter
 from support.server import Server
+
+pytestmark = pytest.mark.long
 
 ROWS = [[1, 20, 21, 22, 23], [1, 30, 31, 32, 33, 34]]
 BATCH = {"input_ids": ROWS}

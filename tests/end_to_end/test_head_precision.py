@@ -19,6 +19,8 @@ from safetensors.torch import load_file, save_file
 from support.server import Server
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.long
+
 PROMPTS = [[5, 9, 11], [12, 33, 7], [40, 41, 8]]
 ROWS = [[1, 20, 30, 40, 50], [1, 9, 8, 7, 6, 5, 4], [1, 60, 61]]
 HEAD_FILE = "gradwire_head.safetensors"

@@ -15,6 +15,7 @@ from support.batches import VOCAB, causal_lm, ppo
 from support.server import Server
 
 
+@pytest.mark.long
 @pytest.mark.holds_loop("it starts and kills servers")
 async def test_it_outlives_the_program_and_a_kill_of_the_server(killable: Server, rng: np.random.Generator) -> None:
     seen: list[tuple[float, float]] = []

@@ -16,6 +16,8 @@ from support.vision import picture, png, vision_model
 
 from tests.examples.test_docs import ROOT, blocks
 
+pytestmark = pytest.mark.long
+
 PAGE = ROOT / "docs" / "images.md"
 SMOLVLM = "HuggingFaceTB/SmolVLM-256M-Instruct"
 CAT, DOG = picture(1, 16, 24), picture(2, 32, 16)

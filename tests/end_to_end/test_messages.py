@@ -65,6 +65,7 @@ def with_tls(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
     running.end()
 
 
+@pytest.mark.long
 async def test_an_address_of_another_protocol_is_told_at_once(server: Server, with_tls: tuple[str, Path]) -> None:
     address, other = with_tls
     cases: list[tuple[str, dict[str, Any], type[Exception], str]] = [

@@ -15,6 +15,8 @@ import pytest
 from gradwire.descriptions import RunsHeld
 from support.server import Server
 
+pytestmark = pytest.mark.long
+
 SETTINGS: list[dict[str, Any]] = [
     {"rank": 4},
     {"rank": 2, "alpha": 3.0, "target_modules": ["q_proj", "down_proj"]},

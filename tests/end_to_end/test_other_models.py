@@ -17,6 +17,8 @@ from gradwire.rl import AlgorithmConfig, GRPOAlgorithm
 from support.server import Server
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+pytestmark = pytest.mark.long
+
 TEXTS = ["the cat sat on the mat", "a dog and the cat", "the mat and a dog sat"]
 
 

@@ -10,6 +10,8 @@ import gradwire
 import pytest
 from support.server import Server
 
+pytestmark = pytest.mark.long
+
 LOSS = '''
 """Negative log-likelihood times a factor a row: written by somebody who has only the documentation."""
 

@@ -17,6 +17,8 @@ from support.batches import VOCAB, causal_lm, preferences
 from support.server import Server
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("bitsandbytes", reason="needs gradwire[quantize]")
 
 ROW = [5, 9, 11, 30, 7, 41, 8]

@@ -16,6 +16,8 @@ import pytest
 from support.batches import VOCAB, causal_lm
 from support.server import Server
 
+pytestmark = pytest.mark.long
+
 
 def kill_the_other_rank(server: Server) -> None:
     pid = server.engine_pid

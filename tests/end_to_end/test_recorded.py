@@ -14,6 +14,8 @@ from gradwire import sync
 from gradwire_server.journal.recorded_files import LEAST_BYTES
 from support.server import Server
 
+pytestmark = pytest.mark.long
+
 GROUPS: dict[str, Any] = {
     "prompt_ids": [[5, 6, 7], [8, 9]],
     "response_ids": [[[10, 11], [12, 13, 14]], [[15], [16, 17]]],

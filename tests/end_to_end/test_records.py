@@ -24,6 +24,8 @@ from support.server import Server
 from support.tiny import tiny_model
 from typer.testing import CliRunner
 
+pytestmark = pytest.mark.long
+
 BATCH = {"input_ids": [[5, 9, 23, 7, 11], [3, 14, 15, 9]]}
 
 

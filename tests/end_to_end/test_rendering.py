@@ -22,6 +22,8 @@ from gradwire_server.tokenizing.learned_turns import CLOSED
 from support.chats import FORMS, chat_model
 from support.server import Server
 
+pytestmark = pytest.mark.long
+
 THOUGHT = "<think>\ntwo and two\n</think>\n\n"
 TALK = [
     {"role": "user", "content": "what is 2+2?\n"},

@@ -17,6 +17,8 @@ from gradwire.rl import AlgorithmConfig, GiGPOAlgorithm, GRPOAlgorithm, PPOAlgor
 from support.server import Server
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.long
+
 PLAIN = "bfloat16 --kernels plain"
 PROMPTS = [[5, 9, 11], [12, 33], [7, 40, 41, 8]]
 

@@ -15,6 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.batches import SEVEN, VOCAB
 from support.server import Server, free_port
 
+pytestmark = pytest.mark.long
+
 
 def lookups(metrics: str) -> tuple[float, float]:
     """Sequences whose log-probabilities were kept, and those that a reference was asked for."""

@@ -278,6 +278,7 @@ async def test_a_recipe_learns_what_gradwires_own_sdk_learns_from_the_same_rows(
     assert gain * np.sign(least) > abs(least), found
 
 
+@pytest.mark.long
 def test_a_recipe_survives_the_kill_of_its_server(folder: Path, tmp_path: Path) -> None:
     server = HttpServer(folder / MODEL, tmp_path / "state", free_port(), "--threads", "1", name=MODEL)
     server.start()

@@ -77,6 +77,7 @@ async def test_a_failed_one_changes_nothing_and_aborts_what_follows_to_the_next_
     assert (await run.info()).step == 1
 
 
+@pytest.mark.long
 async def test_one_that_is_cancelled_while_it_computes_leaves_the_run_as_it_was(
     tiny_model_path: Path, tmp_path: Path
 ) -> None:

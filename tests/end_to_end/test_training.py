@@ -87,6 +87,7 @@ def small_server(tiny_model_path: Any, tmp_path_factory: pytest.TempPathFactory)
     assert running.end() == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss_fn", SEVEN)
 async def test_micro_batches_do_not_change_a_result(
     service: gradwire.ServiceClient, small_server: Server, rng: np.random.Generator, loss_fn: str

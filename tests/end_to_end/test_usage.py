@@ -14,6 +14,8 @@ from support.server import Server, free_port
 from support.tinker import HttpServer
 from typer.testing import CliRunner
 
+pytestmark = pytest.mark.long
+
 BATCH = {"input_ids": [[5, 9, 23, 7, 11], [3, 14, 15, 9]]}
 PROMPTS = [[5, 9], [5, 9, 7]]
 

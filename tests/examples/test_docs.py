@@ -13,6 +13,8 @@ import gradwire
 import pytest
 from support.server import Server
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ELSEWHERE = ("agents.md", "openai.md", "openai_fine_tuning.md", "images.md")

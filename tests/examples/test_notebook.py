@@ -9,6 +9,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+pytestmark = pytest.mark.long
+
 
 class Watched(NotebookClient):
     """Counts the messages that change a plot which is shown already."""

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from support.server import Server
 
+pytestmark = pytest.mark.long
+
 SHORT = ["sft", "dpo", "reward_model", "ppo_with_gae", "grpo", "importance_sampling", "distillation", "custom_loss"]
 
 

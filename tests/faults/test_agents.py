@@ -20,6 +20,8 @@ from support.stage import Stage, kill, wait_for
 from tests.faults.conftest import COUNT, SETTINGS, Calm
 from tests.faults.test_kills import compare
 
+pytestmark = pytest.mark.long
+
 RUNS = 3
 LEASE_S = 4
 FAULTS = ("kill engine", "kill agent", "stop agent", "cut network", "reset network", "stop engine")

@@ -17,6 +17,8 @@ from support.stage import Stage, wait_for
 from tests.faults.conftest import COUNT, SETTINGS, Calm
 from tests.faults.test_state_folder import gradwire_command
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def stages() -> Iterator[list[Stage]]:

@@ -21,6 +21,8 @@ from gradwire_http.child_processes import start_process
 from support.scripted import until
 from support.server import Server, free_port
 
+pytestmark = pytest.mark.long
+
 BATCH = {"input_ids": [[4, 5, 6, 7], [8, 9, 10, 11]]}
 ROUNDS = 3
 

@@ -22,6 +22,8 @@ from support.jobs import finished, write_data
 from support.server import free_port
 from support.tinker import HttpServer, TinkerClient, datum, forward_backward, outputs
 
+pytestmark = pytest.mark.long
+
 BATCH = {"input_ids": [[4, 5, 6, 7], [8, 9, 10, 11]]}
 PATIENCE_S = 60.0
 Told = dict[str, Any]

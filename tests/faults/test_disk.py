@@ -37,6 +37,8 @@ from support.server import Server as RealServer
 
 from tests.server.journal.test_journal import append, new_run, operation
 
+pytestmark = pytest.mark.long
+
 MARKS = RunMarks(step=0, failure_seq=0, failure="")
 MEMORY = Path("/dev/shm")
 

@@ -21,6 +21,8 @@ from support.keyed import code_of, error_of
 
 from tests.server.security.conftest import KeyedDoor, keyed
 
+pytestmark = pytest.mark.long
+
 __all__ = ["keyed", "start"]
 SHORT, LONG = 600, 100_000
 AT_ONCE = 20

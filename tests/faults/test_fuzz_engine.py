@@ -22,6 +22,8 @@ from support.keyed import code_of
 
 from tests.server.engine.conftest import RandomBatches
 
+pytestmark = pytest.mark.long
+
 SHORT, LONG = 120, 10_000
 RUNS: dict[str, dict[str, Any]] = {
     "run-plain": {"lora": 2},

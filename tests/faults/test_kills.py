@@ -19,6 +19,8 @@ from support.stage import Stage, kill, wait_for
 
 from tests.faults.conftest import COUNT, SETTINGS, Calm
 
+pytestmark = pytest.mark.long
+
 SHORT = ("operation.before_ack", "engine.after_rename", "result.before_commit")
 
 

@@ -29,6 +29,7 @@ async def over_a_rough_link(stage: Stage, rng: random.Random, calm: Calm) -> Non
     await asyncio.to_thread(compare, stage, run_id, calm)
 
 
+@pytest.mark.long
 async def test_a_rough_network_costs_nothing(
     stage: Stage, seed: int, rng: random.Random, left_alone: Callable[[int, int], Calm]
 ) -> None:

@@ -16,7 +16,7 @@ from support.stage import Stage, kill, wait_for
 from tests.faults.conftest import COUNT, SETTINGS, Calm
 from tests.faults.test_kills import disturb
 
-pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(unavailable()), reason=unavailable())]
 
 
 @pytest.fixture

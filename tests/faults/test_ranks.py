@@ -14,6 +14,8 @@ from support.stage import Stage
 from tests.faults.conftest import Calm
 from tests.faults.test_kills import die_at
 
+pytestmark = pytest.mark.long
+
 OF_RANK_0 = ("engine.inside_checkpoint", "engine.before_rename", "engine.after_rename")
 """Points that only rank 0 comes to; an error there is an answer, not a fault."""
 STRIKES = [

@@ -13,6 +13,8 @@ from gradwire.cli.app import app
 from support.server import Server
 from typer.testing import CliRunner
 
+pytestmark = pytest.mark.long
+
 EACH_S = 0.3
 COUNT = 10
 SLOW = f"""

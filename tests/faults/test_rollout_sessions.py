@@ -20,6 +20,8 @@ from support.server import free_port
 from support.tinker import HttpServer
 from support.tiny import tiny_model
 
+pytestmark = pytest.mark.long
+
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"

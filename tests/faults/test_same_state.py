@@ -19,6 +19,8 @@ from support.stage import wait_for
 from support.tiny import tiny_model
 from typer.testing import CliRunner
 
+pytestmark = pytest.mark.long
+
 ROW = {"input_ids": [[5, 9, 23, 7, 40, 11]]}
 LOSS = """
 import random

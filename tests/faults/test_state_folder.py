@@ -23,6 +23,8 @@ from support.stage import Stage, kill, wait_for
 
 from tests.faults.conftest import COUNT, SETTINGS, Calm
 
+pytestmark = pytest.mark.long
+
 STATES = Path(__file__).parent / "states"
 DATABASE = ("gradwire.db", "gradwire.db-wal", "gradwire.db-shm")
 
@@ -98,6 +100,7 @@ def own_stage(tiny_model_path: Path, tmp_path: Path) -> Any:
     stage.close()
 
 
+@pytest.mark.long
 def test_a_missing_database_is_refused_and_rebuilt_bit_for_bit(
     own_stage: Stage, tiny_model_path: Path, seed: int, rng: random.Random, left_alone: Callable[[int, int], Calm]
 ) -> None:
@@ -213,6 +216,7 @@ def test_a_rebuilt_database_knows_what_failed_and_who_may_read(
     assert server.end() == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("version", [1, 9])
 def test_a_folder_of_an_earlier_version_goes_on(
     version: int, tiny_model_path: Path, tmp_path: Path, begin: Begin
@@ -264,6 +268,7 @@ def test_a_folder_of_version_1_without_its_database_keeps_its_checkpoints(
     assert server.end() == 0
 
 
+@pytest.mark.long
 def test_a_newer_folder_is_refused_in_a_sentence(tiny_model_path: Path, tmp_path: Path, begin: Begin) -> None:
     server = begin(Server(tiny_model_path, tmp_path / "state"))
     assert server.end() == 0

@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 from support.server import Server
 
+pytestmark = pytest.mark.long
+
 STOPPED_S = 5.0
 """Seconds within which an operation ends that takes many times as long; a second on an idle machine."""
 ROWS = {"input_ids": [[4 + (row + place) % 50 for place in range(200)] for row in range(3000)]}

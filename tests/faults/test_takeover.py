@@ -15,6 +15,8 @@ from gradwire_proto.v1 import training_pb2 as pb
 from support.scripted import until
 from support.server import Server
 
+pytestmark = pytest.mark.long
+
 BATCH = {"input_ids": [[4, 5, 6, 7]]}
 LONGER = {"input_ids": [[4, 5, 6, 7, 8, 9]]}
 

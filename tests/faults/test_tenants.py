@@ -25,6 +25,8 @@ from support.child import children
 from support.scripted import until
 from support.server import Server
 
+pytestmark = pytest.mark.long
+
 KEYS = {"ada": "user", "bob": "user", "root": "admin"}
 ALLOWED = 3.0
 """Latency of a small call beside the flood, as a multiple of that without it, or beside a flood of another server."""

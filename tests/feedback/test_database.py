@@ -39,6 +39,7 @@ def test_migrations_make_the_tables_and_take_them_away(database_url: str) -> Non
     database.close()
 
 
+@pytest.mark.long
 def test_fifty_raters_at_once_lose_nothing(server: Server, database_url: str, tmp_path: Path) -> None:
     """Each posts feedback, a batch with a key sent twice, and rates reserved items until none is left."""
     database = Database(database_url)
@@ -255,6 +256,7 @@ def test_a_second_service_says_who_holds_the_database(server: Server, database_u
             assert first.refused().count(second.url) == 1
 
 
+@pytest.mark.long
 def test_an_owner_that_loses_its_connection_takes_the_lock_again_or_says_it_lost_it(postgres_url: str) -> None:
     first, second = Database(postgres_url), Database(postgres_url)
     first.upgrade()

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from support.feedback import FeedbackService
 
+pytestmark = pytest.mark.long
+
 PAGE = Path(__file__).parents[2] / "docs" / "feedback.md"
 
 

@@ -23,6 +23,7 @@ MAY = {
 }
 
 
+@pytest.mark.long
 def test_roles_and_revocation(server: Server, tmp_path: Path) -> None:
     with FeedbackService(tmp_path, "tiny", "--service", server.address) as service:
         with service.client() as open_door:

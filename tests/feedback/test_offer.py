@@ -14,7 +14,7 @@ from support.console import Console, page_of
 from support.feedback import FeedbackService
 from support.server import Server
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.long, pytest.mark.browser]
 
 
 def test_answers_of_the_playground_are_handed_over_and_rated(

@@ -21,7 +21,7 @@ from support.contrast import chart_contrasts
 from support.feedback import QUICK, FeedbackService, run_keys, scores
 from support.server import Server
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.long, pytest.mark.browser]
 
 AXE = Path(__file__).parents[2] / "node_modules/axe-core/axe.min.js"
 CHARTS = {

@@ -19,6 +19,8 @@ from support.child import children
 from support.feedback import QUICK, FeedbackService, scores
 from support.server import Server, free_port
 
+pytestmark = pytest.mark.long
+
 STEPS = 25
 DPO_STEPS = 150
 PATIENCE_S = 300

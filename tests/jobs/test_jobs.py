@@ -20,6 +20,8 @@ from support.jobs import SETTINGS, STEPS, finished, kill, reached, workers, writ
 from support.server import Server, free_port
 from typer.testing import CliRunner
 
+pytestmark = pytest.mark.long
+
 SCRIPT = """
 import gradwire, os
 with gradwire.sync.connect(os.environ["GRADWIRE_ADDRESS"]) as service:

@@ -17,6 +17,8 @@ from support.jobs import SETTINGS, curves, finished, kill, workers, write_data
 from support.server import Server, free_port
 from support.tinker import HttpServer
 
+pytestmark = pytest.mark.long
+
 KILLS = int(os.environ.get("GRADWIRE_KILLS", "17"))
 """Of each method."""
 GRADER = {

@@ -16,6 +16,8 @@ from support.chats import chat_model
 from support.jobs import SETTINGS, workers, write_data
 from support.server import Server
 
+pytestmark = pytest.mark.long
+
 KEYS = {"anna": 1, "bert": 2, "carl": 2, "dora": 2}
 """Keys with the jobs that each may run at once."""
 EACH, WORKERS = 5, 4

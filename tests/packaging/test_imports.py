@@ -8,6 +8,9 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import grimp
+import pytest
+
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
 

@@ -47,6 +47,7 @@ def test_the_version_is_the_packages() -> None:
     assert run("--version").stdout == f"gradwire {gradwire.__version__}\n"
 
 
+@pytest.mark.long
 def test_runs_are_listed_forked_and_deleted(server: Server) -> None:
     address = ("--address", server.address)
     assert run("runs", "list", *address).stdout == f"no runs on {server.address}\n"
@@ -82,6 +83,7 @@ def test_listings_keep_names_in_one_piece_where_they_have_room(monkeypatch: pyte
     assert narrow == ["run-1", "name a name, checkpoint", "run-1/" + "c" * 60]
 
 
+@pytest.mark.long
 def test_conversations_are_shown_as_the_model_gets_them(server: Server, tmp_path: Path) -> None:
     file = tmp_path / "talks.jsonl"
     file.write_text('{"prompt": "1 and 1?", "completion": "two"}\n{"prompt": "\\u001b[31m?", "completion": "red"}\n')
@@ -100,6 +102,7 @@ def test_conversations_are_shown_as_the_model_gets_them(server: Server, tmp_path
     assert "--mapping prompt=COLUMN --mapping completion=COLUMN" in wrong.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "ends"),
     [("glm", ["one<|user|>", "four<|endoftext|>"]), ("phi", ["one<|end|>", "four<|end|>"]), ("tiny", ["four</s>"])],
@@ -125,6 +128,7 @@ def test_a_server_that_is_away_costs_one_sentence(monkeypatch: pytest.MonkeyPatc
         assert re.fullmatch(r"gradwire: no answer from 127\.0\.0\.1:1: .*\n", away.stderr)
 
 
+@pytest.mark.long
 def test_tls_to_a_server_without_it_costs_one_sentence(server: Server) -> None:
     """In a process of its own: gRPC writes to its stderr, not to Python's."""
     words = [sys.executable, "-m", "gradwire.cli", "status", "--address", f"https://{server.address}"]
@@ -201,6 +205,7 @@ def test_doctor_on_a_machine_whose_gpu_torch_does_not_find(
     assert finding.state == "problem" and words in finding.words and finding.advice
 
 
+@pytest.mark.long
 def test_a_port_in_use_is_noted(server: Server) -> None:
     finding = doctor.port(server.address)
     assert finding.state == "note" and f"gradwire status --address {server.address}" in finding.advice

@@ -92,6 +92,7 @@ def in_form(name: str, rows: list[dict[str, Any]], folder: Path) -> Path:
 FORMS = ("jsonl", "jsonl.gz", "jsonl.zst", "csv", "csv.gz", "txt", "md.zst", "parquet", "folder")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_is_read_in_bounded_memory(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     noise = np.random.default_rng(0).integers(0, 26, (1_500, 1_500), np.uint8) + ord("a")

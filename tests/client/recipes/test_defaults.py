@@ -16,6 +16,8 @@ from gradwire.recipes.rates import learning_rate, warmup_steps
 from support.chats import chat_model
 from support.server import Server
 
+pytestmark = pytest.mark.long
+
 COMMON: dict[str, Any] = {"held_out": 0.0, "eval_every": 0, "save_every": 0}
 
 

@@ -75,6 +75,7 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(folder / f"{name}.jsonl") for name in rows}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["marked", "plain"])
 async def test_what_a_row_says_of_its_weight_is_trained_on(server: Server, name: str) -> None:
     asked, answered = {"role": "user", "content": "2 and 2?"}, {"role": "assistant", "content": "4"}
@@ -98,6 +99,7 @@ async def test_what_a_row_says_of_its_weight_is_trained_on(server: Server, name:
     assert mixed == pytest.approx(np.average(losses, weights=counts), rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("train", "settings", "data"), [(sft.train, sft.SFT, "talks"), (dpo.train, dpo.DPO, "pairs")], ids=["sft", "dpo"]
 )
@@ -120,6 +122,7 @@ async def test_batches_of_a_step_are_reported_as_one(
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.long
 async def test_a_pairs_margin_is_trained_on_or_refused(server: Server, tmp_path: Path) -> None:
     pairs = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no", "margin": 3 * (n % 2)} for n in range(8)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
@@ -152,6 +155,7 @@ def curve(folder: Path, name: str) -> list[float]:
     return [line[name] for line in metrics(folder) if name in line]
 
 
+@pytest.mark.long
 async def test_supervised_fine_tuning_learns(server: Server, sums: dict[str, str], tmp_path: Path) -> None:
     settings = sft.SFT(**COMMON, address=server.address, data=sums["talks"], folder=str(tmp_path), max_steps=16,
                        learning_rate=1e-2, lora_rank=0)  # fmt: skip
@@ -171,6 +175,7 @@ async def test_supervised_fine_tuning_learns(server: Server, sums: dict[str, str
         assert len(await service.list_runs()) == before + 1  # the estimate's is gone
 
 
+@pytest.mark.long
 async def test_preferences_are_learned(server: Server, sums: dict[str, str], tmp_path: Path) -> None:
     common = COMMON | {"address": server.address, "data": sums["pairs"], "max_steps": 8}
     for name, recipe, kind in (("dpo", dpo, dpo.DPO), ("reward", reward, reward.Reward)):
@@ -185,6 +190,7 @@ async def test_preferences_are_learned(server: Server, sums: dict[str, str], tmp
         )
 
 
+@pytest.mark.long
 async def test_a_teacher_is_approached(server: Server, sums: dict[str, str], tmp_path: Path) -> None:
     common = COMMON | {"address": server.address, "data": sums["talks"], "folder": str(tmp_path), "eval_every": 1}
     settings = distill.Distill(
@@ -197,6 +203,7 @@ async def test_a_teacher_is_approached(server: Server, sums: dict[str, str], tmp
     assert len(divergence) == 24 and divergence[-1] < 0.9 * divergence[0], divergence
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["ppo", "grpo"])
 async def test_rewards_are_trained_on(recipe: str, server: Server, sums: dict[str, str], tmp_path: Path) -> None:
     common = COMMON | {"address": server.address, "data": sums["talks"], "max_steps": 2, "batch_size": 2}
@@ -215,6 +222,7 @@ async def test_rewards_are_trained_on(recipe: str, server: Server, sums: dict[st
     assert "rewards/reward" in metrics(tmp_path)[1] and (tmp_path / "report.html").exists()
 
 
+@pytest.mark.long
 async def test_a_reward_model_is_the_reward_of_its_folder(server: Server, sums: dict[str, str], tmp_path: Path) -> None:
     common = COMMON | {"address": server.address, "max_steps": 2, "eval_every": 0, "learning_rate": 1e-2}
     for name, recipe, kind in (("judge", reward, reward.Reward), ("dpo", dpo, dpo.DPO)):
@@ -368,6 +376,7 @@ def test_columns_are_named_as_the_configuration_does(tmp_path: Path, capsys: pyt
     )
 
 
+@pytest.mark.long
 def test_skipped_rows_are_said(
     server: Server, sums: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -380,6 +389,7 @@ def test_skipped_rows_are_said(
     assert "gradwire train: 1 of 65 rows were skipped" in said.err and "line 65" in said.err and "steps" in said.out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
 async def test_a_model_without_a_template_is_trained_on_what_the_settings_say(
     train_on: str, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -399,6 +409,7 @@ async def test_a_model_without_a_template_is_trained_on_what_the_settings_say(
     assert len(warned) == (train_on == "assistant")
 
 
+@pytest.mark.long
 async def test_rows_without_an_answer_after_the_cut_are_said(
     server: Server, sums: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

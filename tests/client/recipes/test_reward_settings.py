@@ -40,6 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}?", "answer": "1"}}\n' for n in range(8)))
 
 
+@pytest.mark.long
 async def test_schedule_optimizer_and_checkpoints_are_followed(server: Server) -> None:
     given = COMMON | {"address": server.address, "folder": "run", "group_size": 2, "max_steps": 4, "keep": 1}
     more = {"schedule": "linear", "optimizer": "sgd", "optimizer_args": {"momentum": 0.5}, "eval_first": True}
@@ -59,6 +60,7 @@ async def test_schedule_optimizer_and_checkpoints_are_followed(server: Server) -
         assert "iteration-4" in names and names <= {"iteration-4", "best"}
 
 
+@pytest.mark.long
 async def test_a_value_head_has_a_rate_of_its_own_and_patience_ends(server: Server) -> None:
     given = COMMON | {"address": server.address, "folder": "run", "answers": 2, "max_steps": 9, "eval_every": 1}
     more = {"head_learning_rate": 1e-3, "patience": 2, "reward": {"reward.py:score": 0.0}}
@@ -81,6 +83,7 @@ def test_mistakes_are_named(recipe: str, given: dict[str, Any], words: str) -> N
         command.settings_of(recipe, given)
 
 
+@pytest.mark.long
 async def test_a_problem_without_an_answer_is_named(server: Server) -> None:
     rows = "".join(json.dumps({"prompt": f"{n}?"}) + "\n" for n in range(8))
     await asyncio.to_thread(Path("rows.jsonl").write_text, rows)

@@ -61,6 +61,7 @@ def log(folder: Path, name: str) -> list[tuple[int, float]]:
 REFUSED = r"line 3: the chat template of 'gemma' refuses it: Conversation roles must alternate"
 
 
+@pytest.mark.long
 async def test_a_row_that_the_template_refuses_is_named(server: Server, talks: str, tmp_path: Path) -> None:
     common = COMMON | {"address": server.address}
     rows = rows_of(talks)
@@ -77,6 +78,7 @@ async def test_a_row_that_the_template_refuses_is_named(server: Server, talks: s
             await recipe.train(settings)
 
 
+@pytest.mark.long
 async def test_a_refused_row_is_skipped(
     server: Server, talks: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -95,6 +97,7 @@ async def test_a_refused_row_is_skipped(
         await sft.train(sft.SFT(**COMMON, address=server.address, data=bad, folder=str(one), on_error="skip"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dry_run", [True, False])
 async def test_an_argument_that_the_loss_does_not_take_is_the_error(
     dry_run: bool, server: Server, talks: str, tmp_path: Path
@@ -107,6 +110,7 @@ async def test_an_argument_that_the_loss_does_not_take_is_the_error(
     assert "not run" not in str(raised.value)
 
 
+@pytest.mark.long
 def test_all_unfit_rows_are_listed_before_the_training(server: Server, talks: str, tmp_path: Path) -> None:
     from gradwire.cli.app import app
 
@@ -134,6 +138,7 @@ UNLEARNED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("said", "more", "sentence"), UNLEARNED, ids=lambda value: str(value)[:30])
 async def test_data_of_which_nothing_is_trained_on_is_refused(
     server: Server, tmp_path: Path, said: list[dict[str, Any]], more: dict[str, Any], sentence: str
@@ -158,6 +163,7 @@ def test_rows_of_which_nothing_is_learned_are_counted_as_unfit(tmp_path: Path) -
     assert done.exit_code == 1 and "12 rows, 12 of them unfit" in done.output, done.output
 
 
+@pytest.mark.long
 async def test_the_best_checkpoint_is_kept_and_the_training_ends_early(
     server: Server, talks: str, tmp_path: Path
 ) -> None:
@@ -177,6 +183,7 @@ async def test_the_best_checkpoint_is_kept_and_the_training_ends_early(
     assert [step for step, _ in log(tmp_path, "eval/loss")] == [0, 1, 2, 3]
 
 
+@pytest.mark.long
 async def test_a_finished_training_takes_more_epochs_and_starts_another(
     server: Server, talks: str, tmp_path: Path
 ) -> None:
@@ -196,6 +203,7 @@ async def test_a_finished_training_takes_more_epochs_and_starts_another(
     assert info.forked_from == trained(str(first)).checkpoint
 
 
+@pytest.mark.long
 async def test_more_epochs_for_a_finished_training_equal_those_of_one_call(
     server: Server, talks: str, tmp_path: Path
 ) -> None:
@@ -212,6 +220,7 @@ async def test_more_epochs_for_a_finished_training_equal_those_of_one_call(
         assert log(tmp_path / "raised", name) == log(tmp_path / "at_once", name)
 
 
+@pytest.mark.long
 async def test_the_adapter_is_made_as_the_settings_say(server: Server, talks: str, tmp_path: Path) -> None:
     settings = sft.SFT(
         **COMMON | {"lora_rank": 4}, address=server.address, data=talks, folder=str(tmp_path), on_error="skip",
@@ -239,6 +248,7 @@ LEARNT: dict[str, tuple[list[dict[str, Any]], str, float]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", LEARNT)
 async def test_more_recipes_learn(recipe: str, server: Server, tmp_path: Path) -> None:
     rows, metric, wanted = LEARNT[recipe]
@@ -251,6 +261,7 @@ async def test_more_recipes_learn(recipe: str, server: Server, tmp_path: Path) -
         assert log(tmp_path, metric)[-1][1] >= wanted, log(tmp_path, metric)
 
 
+@pytest.mark.long
 async def test_texts_are_learned_whole(server: Server, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("two and two make four. " * 40)
     settings = sft.SFT(**COMMON, address=server.address, data=str(tmp_path / "a.txt"), folder=str(tmp_path / "run"),
@@ -261,6 +272,7 @@ async def test_texts_are_learned_whole(server: Server, tmp_path: Path) -> None:
     assert log(tmp_path / "run", "train/tokens") == [(1, len(ids) + 1)]  # and the end of the text
 
 
+@pytest.mark.long
 def test_what_was_trained_is_exported_and_talked_to(
     server: Server, talks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -342,6 +354,7 @@ def test_an_afternoon_by_commands_alone(tmp_path: Path) -> None:
     assert answered.status_code == 200 and answered.json()["choices"], answered.text
 
 
+@pytest.mark.long
 async def test_own_rewards_and_environments_are_trained_on(server: Server, tmp_path: Path) -> None:
     code = own_code(tmp_path)
     common: dict[str, Any] = COMMON | {
@@ -368,6 +381,7 @@ async def test_own_rewards_and_environments_are_trained_on(server: Server, tmp_p
     assert lines["gigpo"]["train/anchor_states"] == 6
 
 
+@pytest.mark.long
 def test_a_grid_of_trainings_is_compared_and_the_worse_are_dropped(server: Server, talks: str, tmp_path: Path) -> None:
     from gradwire.cli.app import app
 
@@ -409,6 +423,7 @@ def test_a_grid_of_trainings_is_compared_and_the_worse_are_dropped(server: Serve
     assert again.exit_code == 0 and (Path(good[1e-2]["folder"]) / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "words"),
     [

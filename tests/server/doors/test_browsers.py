@@ -75,6 +75,7 @@ async def test_with_keys_a_server_has_every_name_and_serves_no_foreign_page(star
         assert (await http.post(PATH, json={}, headers=key | {"Origin": "http://evil.example"})).status_code == 403
 
 
+@pytest.mark.long
 @pytest.mark.browser
 async def test_a_real_browser_gets_nothing_for_a_foreign_page(start: Start) -> None:
     def attack(url: str, rebound: str) -> tuple[list[object], int, int]:

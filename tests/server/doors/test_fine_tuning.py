@@ -160,6 +160,7 @@ def supervised(client: openai.OpenAI, data: str) -> FineTuningJob:
     return ended(client, job.id)
 
 
+@pytest.mark.long
 def test_a_supervised_job_tells_everything(client: openai.OpenAI, supervised: FineTuningJob, data: str) -> None:
     job = supervised
     assert job.hyperparameters is not None and job.method is not None and job.method.supervised is not None
@@ -187,6 +188,7 @@ def test_a_supervised_job_tells_everything(client: openai.OpenAI, supervised: Fi
     assert client.files.retrieve(job.result_files[0]).purpose == "fine-tune-results"
 
 
+@pytest.mark.long
 def test_what_a_job_made_answers_like_any_model(
     client: openai.OpenAI, other: openai.OpenAI, supervised: FineTuningJob
 ) -> None:
@@ -211,6 +213,7 @@ def test_what_a_job_made_answers_like_any_model(
         client.chat.completions.create(model=f"{name}:ckpt-step-5", messages=asked)
 
 
+@pytest.mark.long
 def test_evaluate_compares_a_checkpoint_with_its_base(
     server: HttpServer, keys: dict[str, str], supervised: FineTuningJob, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
@@ -251,6 +254,7 @@ def test_evaluate_compares_a_checkpoint_with_its_base(
         assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_dpo_and_the_end_of_its_model(client: openai.OpenAI) -> None:
     job = client.fine_tuning.jobs.create(
         model="org/marked",
@@ -298,6 +302,7 @@ def reinforced(client: openai.OpenAI, count: int, grader: Any, hyperparameters: 
     return ended(client, job.id)
 
 
+@pytest.mark.long
 def test_reinforcement_learns_by_its_graders(client: openai.OpenAI) -> None:
     numbers = {"n_epochs": 4, "batch_size": 8, "learning_rate_multiplier": 6500}
     job = reinforced(client, 16, BOTH, numbers, answer_tokens=8, lora_rank=0)
@@ -311,6 +316,7 @@ def test_reinforcement_learns_by_its_graders(client: openai.OpenAI) -> None:
     assert job.fine_tuned_model in {model.id for model in client.models.list()}
 
 
+@pytest.mark.long
 def test_graders_are_tried(client: openai.OpenAI) -> None:
     graders: Any = client.fine_tuning.alpha.graders
     for grader, sample, reward in [(RIGHT, "five", 1.0), (SHORT, "ee", 0.25), (BOTH, "ee", 0.45)]:
@@ -340,6 +346,7 @@ def test_graders_are_tried(client: openai.OpenAI) -> None:
         graders.validate(grader=SCORE | {"model": "gpt-9"})
 
 
+@pytest.mark.long
 def test_the_end_is_told_until_it_is_taken(
     client: openai.OpenAI, supervised: FineTuningJob, keys: dict[str, str]
 ) -> None:
@@ -356,6 +363,7 @@ def test_the_end_is_told_until_it_is_taken(
         client.webhooks.unwrap(body.replace("succeeded", "failed"), headers, secret=secret)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["anna", "vera"])
 def test_no_model_is_listed_twice(
     server: HttpServer, keys: dict[str, str], supervised: FineTuningJob, name: str
@@ -365,6 +373,7 @@ def test_no_model_is_listed_twice(
     assert str(supervised.fine_tuned_model) in found and len(set(found)) == len(found)
 
 
+@pytest.mark.long
 def test_what_a_job_made_is_shared_and_trained_further(
     client: openai.OpenAI, other: openai.OpenAI, supervised: FineTuningJob, data: str
 ) -> None:
@@ -405,6 +414,7 @@ def test_what_a_job_made_is_shared_and_trained_further(
         asked(other, name)
 
 
+@pytest.mark.long
 def test_a_file_arrives_in_parts(client: openai.OpenAI, other: openai.OpenAI) -> None:
     content = talks()
     size, half = len(content), len(content) // 2
@@ -454,6 +464,7 @@ class Sending:
         return response.status, message
 
 
+@pytest.mark.long
 def test_an_upload_beyond_the_quota_ends_while_it_arrives(server: HttpServer, keys: dict[str, str]) -> None:
     """None of these ends its body: the answer comes before."""
     key, most = keys["dora"], 1 << 30
@@ -485,6 +496,7 @@ def test_an_upload_beyond_the_quota_ends_while_it_arrives(server: HttpServer, ke
         dora.files.create(file=("a.txt", half), purpose="fine-tune")
 
 
+@pytest.mark.long
 def test_models_grade(client: openai.OpenAI, supervised: FineTuningJob) -> None:
     graders: Any = client.fine_tuning.alpha.graders
     run = graders.run(grader=SCORE, model_sample="four", item={})
@@ -501,6 +513,7 @@ def test_models_grade(client: openai.OpenAI, supervised: FineTuningJob) -> None:
     assert all(event.data["rewards/not_scored"] == 0 for event in events)  # type: ignore[index]
 
 
+@pytest.mark.long
 def test_a_job_is_paused_resumed_and_cancelled(client: openai.OpenAI, data: str) -> None:
     job = client.fine_tuning.jobs.create(model="org/marked", training_file=data, hyperparameters={"n_epochs": 50})
     assert client.fine_tuning.jobs.pause(job.id).status == "paused"
@@ -510,6 +523,7 @@ def test_a_job_is_paused_resumed_and_cancelled(client: openai.OpenAI, data: str)
         client.fine_tuning.jobs.cancel(job.id)
 
 
+@pytest.mark.long
 def test_a_repeated_creation_is_one_job(
     client: openai.OpenAI, server: HttpServer, keys: dict[str, str], data: str
 ) -> None:
@@ -536,6 +550,7 @@ def test_a_repeated_creation_is_one_job(
     client.files.delete(kept.id)
 
 
+@pytest.mark.long
 def test_jobs_are_listed_by_page_and_metadata(client: openai.OpenAI, supervised: FineTuningJob, data: str) -> None:
     client.fine_tuning.jobs.cancel(client.fine_tuning.jobs.create(model="org/marked", training_file=data).id)
     found = list(client.fine_tuning.jobs.list(limit=1))
@@ -544,6 +559,7 @@ def test_jobs_are_listed_by_page_and_metadata(client: openai.OpenAI, supervised:
     assert list(client.fine_tuning.jobs.list(metadata={"team": "blue"})) == []
 
 
+@pytest.mark.long
 def test_files(client: openai.OpenAI, other: openai.OpenAI) -> None:
     content = talks(12)
     file = client.files.create(
@@ -567,6 +583,7 @@ def test_files(client: openai.OpenAI, other: openai.OpenAI) -> None:
     assert bad.status == "error" and "2 of 14 rows cannot be used: line 13: " in (bad.status_details or "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
@@ -635,6 +652,7 @@ MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("wrong", "status", "param", "sentence"), MISTAKES, ids=lambda value: str(value)[:40])
 def test_mistakes_are_told(
     client: openai.OpenAI, data: str, wrong: dict[str, Any], status: int, param: str, sentence: str
@@ -653,6 +671,7 @@ def _as_extra(wrong: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+@pytest.mark.long
 def test_other_mistakes_are_told(
     client: openai.OpenAI, supervised: FineTuningJob, server: HttpServer, keys: dict[str, str]
 ) -> None:
@@ -684,6 +703,7 @@ def test_other_mistakes_are_told(
     assert httpx.post(f"{server.url}/v1/files", files={"file": b"1"}).status_code == 401
 
 
+@pytest.mark.long
 def test_an_unknown_hyperparameter_is_a_warning(client: openai.OpenAI, data: str) -> None:
     job = client.fine_tuning.jobs.create(model="org/marked", training_file=data, hyperparameters={"momentum": 1})  # type: ignore[typeddict-unknown-key]
     client.fine_tuning.jobs.cancel(job.id)
@@ -697,6 +717,7 @@ def test_an_unknown_hyperparameter_is_a_warning(client: openai.OpenAI, data: str
     )
 
 
+@pytest.mark.long
 def test_the_code_of_the_page_runs(
     server: HttpServer, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,7 +24,7 @@ from support.server import free_port
 from support.tinker import HttpServer, TinkerClient, forward_backward
 from support.tiny import tiny_model
 
-pytestmark = pytest.mark.timeout(3000)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3000)]
 
 BODY_LIMIT = 1 << 20
 AT_ONCE = 8

@@ -182,6 +182,7 @@ async def test_parts_of_a_conversation_are_seen(server: HttpServer, http: httpx.
         assert refused.status_code == 400 and message in error["message"] and error["param"] == "messages", error
 
 
+@pytest.mark.long
 async def test_a_fine_tuning_job_learns_from_images(http: httpx.AsyncClient) -> None:
     def row(n: int, url: str = "") -> dict[str, Any]:
         image = {

@@ -14,6 +14,8 @@ from support.server import free_port
 from support.tinker import HttpServer
 from support.tiny import tiny_model
 
+pytestmark = pytest.mark.long
+
 PAGE = 16
 TEXTS = ["the cat sat on the mat; naïve café says the cat", "assistant: user: "]
 TEMPLATE = """{% for message in messages %}{{ message.role }}: {{ message.content }}

@@ -92,6 +92,7 @@ def rows(turns: tuple[Turn, ...]) -> list[np.ndarray[Any, Any]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("door", DOORS)
 async def test_a_conversation_of_any_door_is_one_sequence(service: gradwire.ServiceClient, door: str) -> None:
     session = await service.rollout_session("tiny", task={"n": 1}, group="g", sampling={"temperature": 0.7})
@@ -119,6 +120,7 @@ async def test_a_conversation_of_any_door_is_one_sequence(service: gradwire.Serv
         assert rollout.turns[0].system == "be brief" and turn.system_digest == rollout.turns[0].system_digest
 
 
+@pytest.mark.long
 async def test_what_leaves_a_conversation_says_why(service: gradwire.ServiceClient) -> None:
     session = await service.rollout_session("tiny")
     agent = Agent(session, "chat")
@@ -138,6 +140,7 @@ async def test_what_leaves_a_conversation_says_why(service: gradwire.ServiceClie
     assert [turn.parent for turn in turns[4:]] == [0, 1] and [turn.used for turn in turns] == [True, False, *[True] * 4]
 
 
+@pytest.mark.long
 async def test_a_call_that_the_client_repeats_is_answered_once(service: gradwire.ServiceClient) -> None:
     session = await service.rollout_session("tiny")
     once, again = Agent(session, "chat", **{"idempotency-key": "k"}), Agent(session, "chat", **{"idempotency-key": "k"})
@@ -176,6 +179,7 @@ async def test_a_sessions_key_opens_its_doors_and_nothing_else(
     assert len((await session.rollout()).turns) == 2
 
 
+@pytest.mark.long
 async def test_beyond_its_limits_a_session_ends(service: gradwire.ServiceClient) -> None:
     async def refused(session: gradwire.RolloutSession) -> str:
         answer = await Agent(session, "chat").http.post("/v1/chat/completions", json={"model": "x", "messages": ASK})
@@ -230,6 +234,7 @@ async def test_sessions_are_listed_and_deleted_by_their_owner(service: gradwire.
         await session.refresh()
 
 
+@pytest.mark.long
 async def test_a_session_outlives_its_server(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", context_length=1024)
     (model / "chat_template.jinja").write_text(
@@ -279,6 +284,7 @@ async def test_an_embedded_server_opens_a_door_for_agents(tmp_path: Path) -> Non
     assert session.url.startswith("http://127.0.0.1:") and [each["id"] for each in listed.json()["data"]] == ["tiny"]
 
 
+@pytest.mark.long
 async def test_the_command_line_shows_what_an_agent_did(
     service: gradwire.ServiceClient, openai_server: HttpServer
 ) -> None:
@@ -306,6 +312,7 @@ async def test_the_command_line_shows_what_an_agent_did(
     assert (await session.refresh()).end_reason == "enough"
 
 
+@pytest.mark.long
 async def test_a_keys_sessions_stay_within_its_room(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model")
     limits = {"key_sessions": 2, "key_session_bytes": 500, "max_session_turns": 90, "max_session_calls": 5}
@@ -345,6 +352,7 @@ async def test_a_keys_sessions_stay_within_its_room(tmp_path: Path) -> None:
     assert server.end() == 0
 
 
+@pytest.mark.long
 async def test_an_answer_with_its_stop_string_put_back_is_recognized(service: gradwire.ServiceClient) -> None:
     session = await service.rollout_session("tiny")
     agent = Agent(session, "chat")
@@ -358,6 +366,7 @@ async def test_an_answer_with_its_stop_string_put_back_is_recognized(service: gr
     assert [(turn.parent, turn.fork) for turn in (await session.rollout()).turns] == [(-1, ""), (0, "")]
 
 
+@pytest.mark.long
 async def test_half_a_surrogate_pair_stops_neither_a_conversation_nor_a_list(
     service: gradwire.ServiceClient, openai_server: HttpServer
 ) -> None:
@@ -387,6 +396,7 @@ async def test_half_a_surrogate_pair_stops_neither_a_conversation_nor_a_list(
         assert (await http.get(f"{openai_server.url}/v1/sessions")).status_code == 200
 
 
+@pytest.mark.long
 async def test_mistakes_name_their_place_and_the_sessions_model(
     service: gradwire.ServiceClient, openai_server: HttpServer
 ) -> None:

@@ -25,6 +25,8 @@ from support.server import free_port
 from support.tinker import HttpServer, TinkerClient, forward_backward
 from support.tiny import tiny_model
 
+pytestmark = pytest.mark.long
+
 STEPS, PARTS = 10_000, 10
 """Steps of the long run, and how often it is measured."""
 POINTS = 3_000

@@ -168,6 +168,7 @@ async def test_exported_weights_are_downloaded_by_signed_urls(
         assert (await nobody.get(urls["adapter_config.json.age"])).status_code == 403
 
 
+@pytest.mark.long
 async def test_a_published_checkpoint_is_open_alone_and_until_it_is_unpublished(tmp_path: Path) -> None:
     keys = [KeyFile(tmp_path / "state").create(name, prefix="tml-") for name in ("ann", "bob")]
     server = HttpServer(

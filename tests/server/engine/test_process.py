@@ -80,6 +80,7 @@ def engine(tiny_model_path: Path, state: Path) -> Iterator[EngineProcess]:
     assert engine.shut_down() == 0
 
 
+@pytest.mark.long
 def test_it_says_what_it_holds(engine: EngineProcess, tiny_model_path: Path) -> None:
     hello = engine.hello.hello
     assert hello.device == "cpu"
@@ -102,6 +103,7 @@ def another(tiny_model_path: Path, state: Path) -> Iterator[EngineProcess]:
     engine.kill()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("run", "config"), [("full", {}), ("lora", {"lora": {"rank": 4, "dropout": 0.2}, "head": "value"})]
 )
@@ -139,6 +141,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_in_another_process(
     assert go_on(another) == expected
 
 
+@pytest.mark.long
 def test_replies_come_in_order_and_a_broken_payload_fails_its_operation_only(engine: EngineProcess) -> None:
     engine.create("run-a", lora=4)
     specs, buffers = codec.encode(token_rows([[1, 2, 3]]))
@@ -159,6 +162,7 @@ def test_replies_come_in_order_and_a_broken_payload_fails_its_operation_only(eng
     ]
 
 
+@pytest.mark.long
 def test_operations_do_not_wait_while_a_checkpoint_is_read_back(engine: EngineProcess, state: Path) -> None:
     engine.create("run-b", lora=4)
     engine.do("run-b", save_checkpoint=pb.SaveCheckpoint(name="slow"))
@@ -179,6 +183,7 @@ def test_operations_do_not_wait_while_a_checkpoint_is_read_back(engine: EnginePr
     assert engine.request(verify_checkpoint=verify)[0].error.code == pb.ERROR_CODE_CHECKPOINT_CORRUPT
 
 
+@pytest.mark.long
 def test_a_model_that_cannot_be_used_is_reported_and_not_retried(tmp_path: Path) -> None:
     engine = EngineProcess({"none": tmp_path / "nowhere"}, tmp_path)
     assert engine.hello.error.code == pb.ERROR_CODE_UNSUPPORTED

@@ -35,6 +35,8 @@ from support.server import free_port
 
 from tests.server.observability.test_metrics import scrape
 
+pytestmark = pytest.mark.long
+
 READY = "gradwire.v1.TrainingService"
 CANARY = "4x9=36"
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

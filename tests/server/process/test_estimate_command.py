@@ -12,6 +12,8 @@ from gradwire_server.cli.estimate import app
 from support.tiny import tiny_model
 from typer.testing import CliRunner
 
+pytestmark = pytest.mark.long
+
 PARTS = {
     "weights", "references", "adapters", "masters", "gradients", "moments", "activations", "logits", "passing",
     "key_values", "libraries", "images", "gathered",

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from gradwire_server.cli.saying import MISTAKE, NOT_NOW
 
+pytestmark = pytest.mark.long
+
 LOOPBACK = ("--address", "127.0.0.1:0")
 MISTAKES = {
     "beyond loopback without keys": (

@@ -19,6 +19,8 @@ from gradwire_proto import codec
 from gradwire_proto.v1 import training_pb2 as pb
 from support.front import Client
 
+pytestmark = pytest.mark.long
+
 ROWS = {"input_ids": codec.Column.from_rows([np.array(row, np.int32) for row in ([4, 5, 6, 7], [8, 9, 10])])}
 
 

@@ -20,6 +20,8 @@ from gradwire_server.config import EngineSettings, ServerConfig
 
 from tests.server.process.test_serve import engine_of
 
+pytestmark = pytest.mark.long
+
 SERVE = [sys.executable, "-m", "gradwire_server.cli", "serve"]
 
 

@@ -29,6 +29,8 @@ from support import http2_floods
 from support.front import Client
 from support.keyed import Keyed, code_of, error_of, outcome
 
+pytestmark = pytest.mark.long
+
 UNAUTHENTICATED_MIB = 256
 ALLOWED_GROWTH_MIB = 64
 ALLOWED = ("empty", "pickled", "torn", "later")

@@ -19,6 +19,8 @@ from gradwire_server.engine_link.frames import LinkClosed
 from support.engine import Driver, EngineProcess, LocalEngine, loss_call, token_rows
 from support.ranks import CAUSAL, FAILING, ROWS, STEP, Engines
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def divided(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:

@@ -15,6 +15,8 @@ from gradwire_proto.v1 import training_pb2 as pb
 from support.engine import Driver, EngineProcess, loss_call, token_rows
 from support.ranks import ROWS, STEP, Engines
 
+pytestmark = pytest.mark.long
+
 PROMPTS = [[1, 20, 30], [1, 5], [1, 40, 41, 42, 43], [1, 7, 8], [1, 60]]
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]})
 CALLS: dict[str, tuple[dict[str, Any], Sequence[Sequence[int]]]] = {

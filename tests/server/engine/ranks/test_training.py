@@ -18,6 +18,8 @@ from support.engine import Driver, EngineProcess, LocalEngine, loss_call, token_
 from support.ranks import CAUSAL, FAILING, ROWS, STEP, Engines, children
 from support.stage import wait_for
 
+pytestmark = pytest.mark.long
+
 load_builtin_losses()
 OFTEN = ("causal_lm", "dpo", "grpo", "enhanced_ppo")
 """Losses tried in the short form: with a stream, with a reference, over groups, with a value head."""

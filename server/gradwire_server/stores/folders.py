@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gradwire_server.checkpoint_files import StoredFile
+from gradwire_server.checkpoint_files import DamagedCheckpoint, StoredFile
 from gradwire_server.crash_points import crash_point
 from gradwire_server.durable_files import is_full, link_or_copy, make_folder, replace_text, sync, sync_tree
 from gradwire_server.stores.store import IDENTITY, PASSING, Place, Store, StoreFull, Superseded
@@ -97,7 +97,10 @@ class FolderStore(Store):
         path = self._path(place)
         if not path.is_dir():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        folder = _identity(path)
         yield path
+        if _identity(path) not in (folder, None):
+            raise DamagedCheckpoint(f"{path.name} was replaced by a newer one while it was read; read it again")
 
     def check(self, place: Place, file: str, stored: StoredFile) -> None:
         stored.check(self._path(place) / file)
@@ -117,13 +120,19 @@ class FolderStore(Store):
     def copy(self, source: Place, target: Place) -> None:
         here, there = self._path(source), self._path(target)
         make_folder(there.parent)
-        shutil.rmtree(there, ignore_errors=True)  # of an earlier copy that a crash has cut off
-        try:
-            shutil.copytree(here, there, copy_function=link_or_copy)
-        except OSError as error:
-            if here.exists():
-                raise
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(here)) from error
+        copied = False
+        while not copied:
+            folder = _identity(here)
+            shutil.rmtree(there, ignore_errors=True)  # of an earlier copy that a crash or another save has cut off
+            try:
+                shutil.copytree(here, there, copy_function=link_or_copy)
+            except OSError as error:
+                if not here.exists():
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(here)) from error
+                if _identity(here) == folder:
+                    raise
+            else:
+                copied = _identity(here) in (folder, None)
         sync_tree(there)
         sync(there.parent)
 
@@ -174,6 +183,15 @@ def superseded(place: Place) -> Superseded:
         f"{place} was not written: another engine holds {place.owner} now. This one was taken for lost; its work was"
         " given to the other"
     )
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a folder from another one that takes its name; None if there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _rename(new: Path, path: Path) -> None:

@@ -213,7 +213,9 @@ class ObjectStore(Store):
             self._delete_data(target.owner, data)
             if isinstance(error, StoreError):
                 raise
-            raise FileNotFoundError(str(source)) from error  # deleted meanwhile
+            if self._entry(source) == entry:
+                raise FileNotFoundError(str(source)) from error
+            self.copy(source, target)  # of what has replaced it meanwhile
 
     def delete(self, place: Place) -> None:
         dropped: list[str] = []

@@ -139,7 +139,8 @@ class Store(ABC):
 
         Raises:
             FileNotFoundError: There is no such place.
-            DamagedCheckpoint: A file has changed since it was written, where the store knows.
+            DamagedCheckpoint: A file has changed since it was written, where the store knows; or, at the end of the
+                context, the folder was replaced while it was read.
         """
 
     @abstractmethod

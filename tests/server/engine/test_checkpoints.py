@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.checkpoint_files import StoredFile
+from gradwire_server.checkpoint_files import DamagedCheckpoint, StoredFile
 from gradwire_server.engine.state import checkpoints
-from gradwire_server.stores.folders import FolderStore
+from gradwire_server.stores import folders
+from gradwire_server.stores.folders import FolderStore, _exchange
 from gradwire_server.stores.store import Place
 from support.engine import LocalEngine, token_rows
 
@@ -41,8 +43,73 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_back_is_missing(
         return read(file)
 
     monkeypatch.setattr(StoredFile, "of", deleted)
-    error = verify(engine, saved.path).error
-    assert error.code == pb.ERROR_CODE_CHECKPOINT_CORRUPT and "is missing" in error.message
+    assert verify(engine, saved.path).error.code == pb.ERROR_CODE_UNKNOWN_CHECKPOINT
+
+
+@pytest.mark.parametrize("reader", ["read back", "loaded", "a reference"])
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_anew(
+    engine: LocalEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
+    engine.create("run-a", lora=2)
+    place, newer = (tmp_path / "runs" / "run-a" / "checkpoints" / name for name in ("x", "newer"))
+    engine.train("run-a", BATCH)
+    assert engine.do("run-a", save_checkpoint=pb.SaveCheckpoint(name="x")).ok
+    shutil.copytree(place, newer)
+    engine.train("run-a", BATCH)
+    saved = engine.do("run-a", save_checkpoint=pb.SaveCheckpoint(name="x", overwrite=True)).proto.checkpoint
+    expected = engine.logprobs("run-a", BATCH)
+    _exchange(newer, place)  # the older of the two is there, until the other takes its place
+    check, replaced = StoredFile.check, list[Path]()
+
+    def replace(stored: StoredFile, file: Path) -> None:
+        if not replaced:
+            replaced.append(file)
+            _exchange(newer, place)
+            shutil.rmtree(newer)
+        check(stored, file)
+
+    monkeypatch.setattr(StoredFile, "check", replace)
+    if reader == "read back":
+        assert verify(engine, saved.path).result.checkpoint == saved
+    elif reader == "loaded":
+        engine.train("run-a", BATCH)
+        assert engine.do("run-a", load_checkpoint=pb.LoadCheckpoint(checkpoint="x")).ok
+        assert np.array_equal(engine.logprobs("run-a", BATCH), expected)
+    else:
+        pairs = token_rows([[1, 20, 30]], "chosen_input_ids") | token_rows([[1, 3]], "rejected_input_ids")
+        call = pb.LossCall(loss_fn="dpo", loss_kwargs_json=json.dumps({"reference_model": saved.path}))
+        assert engine.do("run-a", pairs, forward=call).proto.loss.loss == pytest.approx(np.log(2), abs=1e-5)
+    assert replaced
+
+
+def test_a_copy_and_a_reader_of_a_folder_have_one_version_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, place, copy = FolderStore(tmp_path), Place("run", "place"), Place("run", "copy")
+
+    def write(content: str) -> None:
+        with store.replacing(place) as folder:
+            for name in "ab":
+                (folder / name).write_text(content)
+
+    write("old")
+    replaced_meanwhile = pytest.raises(DamagedCheckpoint, match="was replaced by a newer one while it was read")
+    with replaced_meanwhile, store.reading(place) as folder:
+        assert (folder / "a").read_text() == "old"
+        write("new")
+        assert (folder / "b").read_text() == "new"
+    real, copied = folders.link_or_copy, list[str]()
+
+    def replaced(source: str, target: str) -> object:
+        copied.append(source)
+        if len(copied) == 2:
+            write("newest")
+        return real(source, target)
+
+    monkeypatch.setattr(folders, "link_or_copy", replaced)
+    store.copy(place, copy)
+    with store.reading(copy) as folder:
+        assert {(folder / name).read_text() for name in "ab"} == {"newest"} and len(copied) > 2
 
 
 def test_every_flipped_or_torn_byte_is_noticed(engine: LocalEngine, tmp_path: Path, seed: int) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from google.protobuf import json_format
@@ -29,6 +30,8 @@ from gradwire_server.crash_points import crash_point
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.placement import whole_tensors
 from gradwire_server.stores.store import CHECKPOINTS, EXPORTS, PASSED, Place, Store, passing_place, saved_place
+
+T = TypeVar("T")
 
 FORMAT = 2
 """Until 1 the tensors of a run's own head were called ``head.``, as those of a model may be."""
@@ -84,13 +87,30 @@ class CheckpointStore:
 
     def manifest(self, path: str) -> Manifest:
         """The manifest of ``"RUN_ID/NAME"``."""
-        try:
-            with self._store.reading(self.place(path), MANIFEST) as folder:
-                return read_manifest(folder)
-        except FileNotFoundError:
-            raise _unknown(path) from None
-        except DamagedCheckpoint as error:
-            raise _corrupt(path, error) from error
+        for again in (True, False):  # it may be replaced at this moment
+            try:
+                with self._store.reading(self.place(path), MANIFEST) as folder:
+                    return read_manifest(folder)
+            except FileNotFoundError:
+                raise _unknown(path) from None
+            except DamagedCheckpoint as error:
+                if not again:
+                    raise _corrupt(path, error) from error
+        raise AssertionError
+
+    def read(self, path: str, read: Callable[[Manifest], T]) -> T:
+        """Return what ``read`` makes of the manifest of ``"RUN_ID/NAME"`` and the files that it describes.
+
+        ``read`` is called again with the new manifest if another save replaced the checkpoint meanwhile.
+        """
+        while True:
+            manifest = self.manifest(path)
+            try:
+                return read(manifest)
+            except OperationError as error:
+                corrupt = error.code == training_pb2.ERROR_CODE_CHECKPOINT_CORRUPT
+                if not corrupt or self.manifest(path) == manifest:
+                    raise
 
     def verify(self, path: str) -> Manifest:
         """Verify every byte of a checkpoint.
@@ -98,13 +118,16 @@ class CheckpointStore:
         Raises:
             OperationError: UNKNOWN_CHECKPOINT, or CHECKPOINT_CORRUPT naming the torn or changed file.
         """
-        manifest, place = self.manifest(path), self.place(path)
-        try:
-            for name, stored in manifest.files.items():
-                self._store.check(place, name, stored)
-        except DamagedCheckpoint as error:
-            raise _corrupt(path, error) from error
-        return manifest
+
+        def check(manifest: Manifest) -> Manifest:
+            try:
+                for name, stored in manifest.files.items():
+                    self._store.check(self.place(path), name, stored)
+            except DamagedCheckpoint as error:
+                raise _corrupt(path, error) from error
+            return manifest
+
+        return self.read(path, check)
 
     def passed(self, owner: str) -> dict[str, Tensor]:
         """The weights that another engine has put in the store, on the CPU.

@@ -159,7 +159,7 @@ class References:
             return self._model(base, other)
         if name.startswith("run-") or (name.count("/") == 1 and self._store.has(name)):
             try:
-                return self._checkpoint(self._store.manifest(name), other)
+                return self._store.read(name, lambda manifest: self._checkpoint(manifest, other))
             except OperationError as error:
                 error.field = field
                 raise

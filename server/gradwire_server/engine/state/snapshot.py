@@ -54,7 +54,15 @@ def restore(
         OperationError: UNKNOWN_CHECKPOINT, CHECKPOINT_CORRUPT, or INVALID_ARGUMENT for a run of another kind; the run
             is then unchanged.
     """
-    manifest = store.manifest(path)
+    return store.read(
+        path, lambda manifest: _restore(run, store, manifest, weights_only=weights_only, fresh_head=fresh_head)
+    )
+
+
+def _restore(
+    run: EngineRun, store: CheckpointStore, manifest: Manifest, *, weights_only: bool, fresh_head: bool
+) -> Manifest:
+    path = manifest.path
     if manifest.weights_only and not weights_only:
         raise OperationError(
             training_pb2.ERROR_CODE_INVALID_ARGUMENT,

@@ -186,8 +186,10 @@ class FakeEngine:
             self.runs.pop(request.drop_run.run_id, None)
             reply.empty.SetInParent()
         elif kind == "verify_checkpoint":
-            if self.unreadable:
+            history = self._folder(request.verify_checkpoint.checkpoint) / "history"
+            if self.unreadable or not history.exists():
                 raise ServiceError(pb.ERROR_CODE_CHECKPOINT_CORRUPT, "cannot be read")
+            reply.result.checkpoint.seq = int(history.read_text().split()[0])
         elif kind == "operation":
             return self._operation(request.operation, payload, reply)
         return reply, b""

@@ -56,6 +56,11 @@ class CheckpointRecords:
             record.check_writable(caller)
         return record, checkpoint
 
+    def holds(self, record: RunRecord, checkpoint: pb.Checkpoint) -> bool:
+        """Whether a checkpoint is still there: neither deleted, with its run or alone, nor replaced by a later save."""
+        saved = record.checkpoints.get(checkpoint.name)
+        return self._runs.find(record.run_id) is record and saved is not None and saved.seq == checkpoint.seq
+
     def check_uses(self, record: RunRecord, operation: pb.Operation) -> pb.Error | None:
         """Return an error if an operation names a checkpoint that its own run's owner may not read.
 
@@ -148,19 +153,20 @@ class CheckpointRecords:
         except StoreError as error:
             raise store_failed(error) from error
         try:
-            if check is not None:
-                await self.folders.in_thread(check_files, folder, place.name.partition("/")[0], check)
-            yield folder
+            try:
+                if check is not None:
+                    await self.folders.in_thread(check_files, folder, place.name.partition("/")[0], check)
+                yield folder
+            finally:
+                await self.folders.in_thread(reading.__exit__, None, None, None)
         except DamagedCheckpoint as error:
             raise _damaged(named or str(place), error) from error
-        finally:
-            await self.folders.in_thread(reading.__exit__, None, None, None)
 
     async def change(self, place: Place, write: Callable[[Path, Path], None]) -> None:
         """Replace a folder by what ``write`` writes into its second argument from its first."""
 
         def change() -> None:
-            with self.folders.reading(place) as old, self.folders.replacing(place) as new:
+            with self.folders.replacing(place) as new, self.folders.reading(place) as old:
                 write(old, new)
                 write_sums(new)
 

@@ -46,6 +46,7 @@ class RunRecord:
         num_tokens: Tokens that went through the model; :mod:`.usage` stores them.
         engine_s: Seconds of the engine; :mod:`.usage` stores them.
         checkpoints: Its checkpoints by name.
+        read_back: Those that were read back since the server began, by name.
         readers: Names of other keys that may read it.
         changes: What changed under it and was accepted, oldest first.
     """
@@ -74,6 +75,7 @@ class RunRecord:
     num_tokens: int = 0
     engine_s: float = 0.0
     checkpoints: dict[str, pb.Checkpoint] = field(default_factory=dict)
+    read_back: dict[str, pb.Checkpoint] = field(default_factory=dict)
     readers: set[str] = field(default_factory=set)
     changes: list[pb.RunChange] = field(default_factory=list)
 

@@ -1,8 +1,8 @@
 """Automatic checkpoints, which bound the work of a recovery and the size of the journal.
 
 A run can always be restored from two points: its newest checkpoint and the one before it (at first, the state in which
-it was created); the journal is kept from the older point on. Once a new checkpoint has been read back successfully, the
-journal is trimmed up to the previous checkpoint, unless the run keeps it, and older automatic checkpoints are deleted.
+it was created); the journal is kept from the older point on. Once both have been read back successfully, the journal is
+trimmed up to the previous checkpoint, unless the run keeps it, and older automatic checkpoints are deleted.
 A user's checkpoints stay until the user deletes them. The one from which alone a run could be restored is then kept as
 an automatic checkpoint; one that a replayed operation would read is not deleted.
 """
@@ -116,21 +116,19 @@ class AutoCheckpoint:
         since.saving_s = seconds
 
     async def saved(self, record: RunRecord, newest: pb.Checkpoint) -> None:
-        """Read a new checkpoint back, then delete the journal and automatic checkpoints older than the previous one."""
-        verify = engine_pb2.EngineVerifyCheckpoint(checkpoint=newest.path)
-        try:
-            engine = self._placement.of(record.run_id).engine
-            await engine.request(engine_pb2.EngineRequest(verify_checkpoint=verify))
-        except EngineDied:
+        """Read a new checkpoint back, then delete the journal and automatic checkpoints older than the previous one.
+
+        The previous one is the newest of the others that can be read, too.
+        """
+        if not await self._readable(record, newest):
             return
-        except ServiceError as error:
-            if newest.name in record.checkpoints:  # else its owner has deleted it meanwhile
-                log.error("checkpoint %s cannot be read back; those before it are kept: %s", newest.path, error)
+        older = [saved for saved in record.complete_checkpoints if saved.seq < newest.seq]
+        for saved in sorted(older, key=lambda saved: saved.seq, reverse=True):
+            if await self._readable(record, saved):
+                break
+        else:
             return
-        older = [saved.seq for saved in record.complete_checkpoints if saved.seq < newest.seq]
-        if not older:
-            return
-        previous = max(older)
+        previous = saved.seq
         if not record.config.keep_journal:
             await self._journal.retention.trim(record.run_id, previous)
             record.trim(previous)
@@ -138,6 +136,26 @@ class AutoCheckpoint:
             old = saved.name.startswith(AUTOMATIC) and saved.seq < previous
             if old and await self._checkpoints.user_of(record.run_id, saved.name) is None:
                 await self._checkpoints.delete(record, saved.name)
+        record.read_back = {name: saved for name, saved in record.read_back.items() if name in record.checkpoints}
+
+    async def _readable(self, record: RunRecord, checkpoint: pb.Checkpoint) -> bool:
+        """Whether a checkpoint is there and was read back, now or earlier, byte by byte."""
+        if record.read_back.get(checkpoint.name) == checkpoint:
+            return True
+        verify = engine_pb2.EngineVerifyCheckpoint(checkpoint=checkpoint.path)
+        try:
+            engine = self._placement.of(record.run_id).engine
+            reply, _ = await engine.request(engine_pb2.EngineRequest(verify_checkpoint=verify))
+        except EngineDied:
+            return False
+        except ServiceError as error:
+            if self._checkpoints.holds(record, checkpoint):
+                log.error("checkpoint %s cannot be read back; those before it are kept: %s", checkpoint.path, error)
+            return False
+        if reply.result.checkpoint.seq != checkpoint.seq:
+            return False  # a later save with its name has replaced it, and is read back when it is recorded
+        record.read_back[checkpoint.name] = checkpoint
+        return self._checkpoints.holds(record, checkpoint)
 
     async def let_go(self, record: RunRecord, name: str) -> None:
         """Prepare the deletion of a checkpoint: keep its content as an automatic one if recoveries depend on it.

@@ -259,19 +259,47 @@ async def test_one_that_cannot_be_read_back_makes_nothing_superfluous(start: Sta
         assert [seq for seq, kept in await journal_of(door.server, client.run_id) if kept] == [5, 7, 9, 11]
 
 
-async def test_one_that_is_deleted_before_it_is_read_back_is_no_error(
-    start: Start, caplog: pytest.LogCaptureFixture
+async def test_one_that_cannot_be_read_back_is_none_of_the_two_to_restore_from(start: Start, tmp_path: Path) -> None:
+    async with start(checkpoint_every_steps=2) as door:
+        client = await (await door.client()).begin()
+        await trained(client, 4)
+        await saved(client, "auto-4", "auto-8")
+        door.engine.unreadable = True
+        await trained(client, 2, first=9)
+        await saved(client, "auto-4", "auto-8", "auto-12")
+        (tmp_path / "runs" / client.run_id / "checkpoints" / "auto-12" / "history").unlink()
+        door.engine.unreadable = False
+        await trained(client, 2, first=13)
+        await saved(client, "auto-8", "auto-12", "auto-16")
+        assert [seq for seq, kept in await journal_of(door.server, client.run_id) if kept] == [9, 11, 13, 15]
+
+
+@pytest.mark.parametrize("event", ["none", "deleted", "deleted with its run", "replaced", "being replaced"])
+async def test_one_that_is_gone_before_it_is_read_back_is_no_error(
+    start: Start, caplog: pytest.LogCaptureFixture, event: str
 ) -> None:
     async with start(checkpoint_every_steps=2) as door:
         client = await (await door.client()).begin()
         await trained(client, 2)
         await saved(client, "auto-4")
-        door.engine.unreadable = True
-        record = door.server.core.storage.records.get(client.run_id, Caller("", "admin"))
-        for name in ("gone", "auto-4"):
-            checkpoint = pb.Checkpoint(name=name, path=f"{client.run_id}/{name}", seq=4)
-            await door.server.core.scheduler._auto_checkpoint.saved(record, checkpoint)
-            assert (f"{name} cannot be read back" in caplog.text) == (name == "auto-4")
+        storage, scheduler = door.server.core.storage, door.server.core.scheduler
+        record = storage.records.get(client.run_id, Caller("", "admin"))
+        checkpoint = pb.Checkpoint(name="x", path=f"{client.run_id}/x", seq=3)
+        await storage.checkpoints.add(record, checkpoint)
+        door.engine.unreadable = event != "being replaced"
+        if event == "deleted":
+            await storage.checkpoints.delete(record, "x")
+        elif event == "deleted with its run":
+            await client.stub.DeleteRun(pb.DeleteRunRequest(run_id=client.run_id))
+        elif event != "none":
+            await client.submit(5, save_checkpoint=pb.SaveCheckpoint(name="x", overwrite=True))
+            await client.results(1, 5)
+        if event == "being replaced":  # its folder, and its row not yet
+            record.checkpoints["x"] = checkpoint
+        caplog.clear()
+        await scheduler._auto_checkpoint.saved(record, checkpoint)
+        assert ("x cannot be read back" in caplog.text) == (event == "none")
+        assert event != "being replaced" or record.read_back.get("x") != checkpoint
 
 
 async def test_what_a_crash_kept_from_being_entered_is_removed(start: Start, tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ import pytest
 import torch
 from gradwire.errors import UnsupportedError
 from gradwire.rl import Tool
+from gradwire_server.tokenizing import known_texts
+from gradwire_server.tokenizing.known_texts import KnownTexts
 from support.server import Server
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -127,6 +129,29 @@ async def test_texts_are_encoded_and_decoded_alike(real: Real) -> None:
             assert decoded == tokenizer.batch_decode(
                 ids, skip_special_tokens=special, clean_up_tokenization_spaces=False
             )
+
+
+def test_texts_that_are_tokenized_in_parts_have_the_same_ids(
+    real: Real, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    backend, rng = real.tokenizer.backend_tokenizer, np.random.default_rng(seed)
+    monkeypatch.setattr(known_texts, "LEAST_CHARS", 1)
+    known = KnownTexts(backend)
+    added = [token.content for token in backend.get_added_tokens_decoder().values()]
+    words = [
+        *(word for text in TEXTS for word in (text, *text.split(" "))),
+        " ",
+        "\n\n",
+        " \n",
+        ANSWER_ENDS[real.package],
+    ]
+    cut = 0
+    for _ in range(300):
+        drawn = [*rng.choice(words, 20), *rng.choice(added, 6), *[ANSWER_ENDS[real.package]] * 3]
+        text = "".join(rng.permutation(drawn))
+        assert known.ids("", text) == backend.encode(text, add_special_tokens=False).ids, text
+        cut += len(known.parts(text)) > 3
+    assert cut > 200
 
 
 async def test_the_ids_are_those_of_apply_chat_template(real: Real) -> None:

@@ -19,6 +19,7 @@ from tokenizers import Encoding, Tokenizer
 from gradwire_server.errors import ServiceError, check_length, limit_exceeded
 from gradwire_server.limits import Limits
 from gradwire_server.tokenizing.chat_template import REASONING, ChatTemplate
+from gradwire_server.tokenizing.known_texts import KnownTexts
 from gradwire_server.tokenizing.learned_turns import LearnedTurns, Row, TurnError
 
 Written = Callable[[Sequence[Message], list[Any] | None], str]
@@ -113,13 +114,21 @@ class Renderer:
 
     Args:
         model: Its name, for messages.
+        known: The ids of texts that its tokenizer had last.
         num_ids: Ids that the model has, which may be more than its tokenizer's: a sampler draws any of them.
     """
 
     def __init__(
-        self, model: str, tokenizer: Tokenizer, template: ChatTemplate, limits: Limits, num_ids: int = 0
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        limits: Limits,
+        known: KnownTexts,
+        num_ids: int = 0,
     ) -> None:
         self._model, self._tokenizer, self._template, self._limits = model, tokenizer, template, limits
+        self._known = known
         self._specials = {
             number: token.content
             for number, token in tokenizer.get_added_tokens_decoder().items()
@@ -177,7 +186,7 @@ class Renderer:
                 if time.monotonic() > until:
                     message = f"rendering took more than {PATIENCE_S:.0f} s; send fewer conversations, or shorter ones"
                     raise ServiceError(pb.ERROR_CODE_LIMIT_EXCEEDED, message, field="messages", row=place)
-                rows = pb.RenderResponse(rows=self._render(conversation, place, request, tools, variables))
+                rows = pb.RenderResponse(rows=self._render(owner, conversation, place, request, tools, variables))
                 self._cache.put(key, rows)
             for row in rows.rows:
                 response.rows.add(conversation=number).MergeFrom(row)
@@ -185,6 +194,7 @@ class Renderer:
 
     def _render(
         self,
+        owner: str,
         conversation: pb.Conversation,
         place: int,
         request: pb.RenderRequest,
@@ -231,7 +241,7 @@ class Renderer:
                 )  # fmt: skip
             text = write(written, prompt)
             if request.HasField("behind"):
-                return [self._behind(form, written, text, request)]
+                return [self._behind(owner, form, written, text, request)]
             history = HISTORIES[request.sampled_history]
             known = marks if self._template.marks_generation(name) else None
             given = {index: each[chat.SAMPLED] for index, each in enumerate(messages) if each.get(chat.SAMPLED)}
@@ -268,7 +278,7 @@ class Renderer:
                 pieces = whole if row is turns.rows[0] else [chat.Piece(0, row.text)]
                 if given and row is not turns.rows[0] and row.messages is not None:
                     pieces = chat.cut(form, messages[: row.count])
-                rows.append(self._encode(pieces, row, request.train_on))
+                rows.append(self._encode(owner, pieces, row, request.train_on))
                 rows[-1].num_messages = row.count
         except chat.TemplateError as error:
             raise ServiceError(
@@ -292,7 +302,7 @@ class Renderer:
         return rows
 
     def _behind(
-        self, form: chat.Chat, messages: Sequence[chat.Message], text: str, request: pb.RenderRequest
+        self, owner: str, form: chat.Chat, messages: Sequence[chat.Message], text: str, request: pb.RenderRequest
     ) -> pb.RenderedConversation:
         """The tokens behind an assistant's turn, or why the conversation is no longer the one that had that turn."""
         asked, message = request.behind, messages[request.behind.message]
@@ -310,22 +320,22 @@ class Renderer:
             if not chat.has_reasoning(message, text[asked.prompt_chars : span[1]]):
                 return pb.RenderedConversation(leaves="reasoning")
         rest = chat.behind(form, text, span, asked.last_id)
-        row = pb.RenderedConversation(ids=self._encoding_behind(asked.last_id, rest))
+        row = pb.RenderedConversation(ids=self._ids_behind(owner, asked.last_id, rest))
         _note_prompt(row, text, request)
         return row
 
-    def _encoding_behind(self, last: int, text: str) -> list[int]:
+    def _ids_behind(self, owner: str, last: int, text: str) -> list[int]:
         """The tokens of a text behind a token: behind a special one as in the whole text, where some tokenizers put no
         blank that they put before every text."""
         before = self._specials.get(last)
-        ids = self._encoding((before or "") + text).ids
-        return ids[1:] if before and ids[:1] == [last] else self._encoding(text).ids
+        ids = self._known.ids(owner, (before or "") + text)
+        return ids[1:] if before and ids[:1] == [last] else self._known.ids(owner, text)
 
     def _encoding(self, text: str) -> Encoding:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _encode(
-        self, pieces: Sequence[chat.Piece], row: Row, train_on: pb.TrainOn.ValueType
+        self, owner: str, pieces: Sequence[chat.Piece], row: Row, train_on: pb.TrainOn.ValueType
     ) -> pb.RenderedConversation:
         ids: list[int] = []
         mask = bytearray()
@@ -337,13 +347,15 @@ class Renderer:
                 learned = any(start < stop and piece.start < end for start, end in spans)
                 mask += bytes([learned]) * len(piece.token_ids)
                 continue
+            if train_on == pb.TRAIN_ON_NOTHING:
+                ids += self._known.ids(owner, piece.text)
+                continue
             for part, place in self._parts(piece, row):
                 ids += part.ids
                 mask += bytes(chat.covered(part.offsets, spans, place))
         if train_on == pb.TRAIN_ON_ALL:
             mask = bytearray(b"\1" * len(ids))
-        masked = b"" if train_on == pb.TRAIN_ON_NOTHING else bytes(mask)
-        return pb.RenderedConversation(ids=ids, loss_mask=masked)
+        return pb.RenderedConversation(ids=ids, loss_mask=b"" if train_on == pb.TRAIN_ON_NOTHING else bytes(mask))
 
     def _parts(self, piece: chat.Piece, row: Row) -> list[tuple[Encoding, int]]:
         """The tokens of a text with the place of its first character, in two where a token reaches over the end of the

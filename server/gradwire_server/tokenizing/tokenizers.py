@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from gradwire_server.access.model_names import ModelNames
 from gradwire_server.errors import ServiceError, check_length, limit_exceeded
 from gradwire_server.tokenizing.chat_template import ChatTemplate
+from gradwire_server.tokenizing.known_texts import KnownTexts
 from gradwire_server.tokenizing.rendering import Renderer
 from gradwire_server.tokenizing.settings import METHODS, TokenizerSettings
 
@@ -30,9 +31,10 @@ class Tokenizers:
         self._files, self._limits = settings.files, settings.limits
         self._names = ModelNames(settings.models, settings.named_first)
         self._loaded: dict[str, Tokenizer] = {}
+        self._known: dict[str, KnownTexts] = {}
         self._renderers: dict[str, Renderer] = {}
         self._answers: dict[str, Callable[[str, bytes], bytes]] = {
-            "Encode": lambda owner, raw: self.encode(pb.EncodeRequest.FromString(raw)).SerializeToString(),
+            "Encode": lambda owner, raw: self.encode(owner, pb.EncodeRequest.FromString(raw)).SerializeToString(),
             "Decode": lambda owner, raw: self.decode(pb.DecodeRequest.FromString(raw)).SerializeToString(),
             "Render": lambda owner, raw: self.render(owner, pb.RenderRequest.FromString(raw)).SerializeToString(),
             "GetTokenizerInfo": lambda owner, raw: self.info(
@@ -53,14 +55,18 @@ class Tokenizers:
             message = "the message cannot be parsed; client and server may be of different versions"
             raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message) from error
 
-    def encode(self, request: pb.EncodeRequest) -> pb.EncodeResponse:
-        """Encode texts into token ids."""
+    def encode(self, owner: str, request: pb.EncodeRequest) -> pb.EncodeResponse:
+        """Encode texts into token ids; of a single text, as a prompt is, only the parts that are new to its owner."""
         limits, response = self._limits, pb.EncodeResponse()
         if len(request.texts) > limits.max_encode_texts:
             raise limit_exceeded(f"{len(request.texts)} texts", "max_encode_texts", limits.max_encode_texts, "texts")
         for text in request.texts:
             check_length(text, "max_text_chars", limits.max_text_chars, "texts")
-        tokenizer = self._load(self._names.find(request.model, "model"))
+        model = self._names.find(request.model, "model")
+        tokenizer = self._load(model)
+        if len(request.texts) == 1 and not (request.add_special_tokens and tokenizer.num_special_tokens_to_add(False)):
+            response.sequences.add().ids.extend(self._known[model].ids(owner, request.texts[0]))
+            return response
         for piece in _pieces(request.texts):
             for found in tokenizer.encode_batch(piece, add_special_tokens=request.add_special_tokens):
                 response.sequences.add().ids.extend(found.ids)
@@ -114,7 +120,7 @@ class Tokenizers:
                 ) from error
             tokenizer.no_padding()
             tokenizer.no_truncation()
-            self._loaded[model] = tokenizer
+            self._loaded[model], self._known[model] = tokenizer, KnownTexts(tokenizer)
         return self._loaded[model]
 
     def _renderer(self, model: str) -> Renderer:
@@ -126,7 +132,7 @@ class Tokenizers:
                 message = f"the tokenizer's settings of {model!r} cannot be read: {type(error).__name__}"
                 raise ServiceError(pb.ERROR_CODE_UNSUPPORTED, message, field="model") from error
             num_ids = _num_ids(Path(self._files[model]).with_name("config.json"))
-            self._renderers[model] = Renderer(model, tokenizer, template, self._limits, num_ids)
+            self._renderers[model] = Renderer(model, tokenizer, template, self._limits, self._known[model], num_ids)
         return self._renderers[model]
 
 

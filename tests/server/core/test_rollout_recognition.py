@@ -31,6 +31,7 @@ from gradwire_server.doors.http.openai.tools import messages_for_template
 from gradwire_server.journal.session_records import StoredSession
 from gradwire_server.limits import Limits
 from gradwire_server.tokenizing.chat_template import ChatTemplate
+from gradwire_server.tokenizing.known_texts import KnownTexts
 from gradwire_server.tokenizing.rendering import Renderer
 from support.chats import FORMS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -116,7 +117,7 @@ class Model:
         self.tokenizer, self.template, self.end = tokenizer, template, end
         self.written = ChatTemplate(folder)
         num_ids = max(tokenizer.get_vocab().values()) + 1
-        self.renderer = Renderer("tiny", tokenizer, self.written, Limits(), num_ids)
+        self.renderer = Renderer("tiny", tokenizer, self.written, Limits(), KnownTexts(tokenizer), num_ids)
         self.takes_tools = "tool_calls" in template
         self.harmony = "<|channel|>" in template
         self.thinks = reasoning_form_of(template) is not None

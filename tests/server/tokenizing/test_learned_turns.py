@@ -12,6 +12,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.errors import ServiceError
 from gradwire_server.limits import Limits
 from gradwire_server.tokenizing.chat_template import ChatTemplate
+from gradwire_server.tokenizing.known_texts import KnownTexts
 from gradwire_server.tokenizing.learned_turns import CLOSED, EMPTY, NO_PROMPT, REWRITTEN
 from gradwire_server.tokenizing.rendering import Renderer
 from support.chats import FORMS
@@ -58,7 +59,7 @@ class Rows:
         (folder / "chat_template.jinja").write_text(TEMPLATES.get(template, template))
         (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
         self._tokenizer = tokenizer
-        self._renderer = Renderer("m", tokenizer, ChatTemplate(folder), Limits())
+        self._renderer = Renderer("m", tokenizer, ChatTemplate(folder), Limits(), KnownTexts(tokenizer))
         self.remarks: list[str] = []
 
     def rows(self, talk: Any, train_on: Any = pb.TRAIN_ON_ASSISTANT, **variables: Any) -> list[pb.RenderedConversation]:

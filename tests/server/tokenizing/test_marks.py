@@ -10,6 +10,7 @@ import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.limits import Limits
 from gradwire_server.tokenizing.chat_template import ChatTemplate
+from gradwire_server.tokenizing.known_texts import KnownTexts
 from gradwire_server.tokenizing.rendering import Renderer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -62,7 +63,7 @@ def learned(
     request = pb.RenderRequest(
         conversations=[pb.Conversation(messages_json=json.dumps(talk), train=train)], train_on=train_on, unroll=unroll
     )
-    row, *_ = Renderer("m", tokenizer, ChatTemplate(folder), Limits()).render("me", request).rows
+    row, *_ = Renderer("m", tokenizer, ChatTemplate(folder), Limits(), KnownTexts(tokenizer)).render("me", request).rows
     return list(row.ids), list(row.loss_mask)
 
 

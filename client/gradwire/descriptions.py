@@ -272,7 +272,7 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class Usage:
-    """Usage within an hour or a day, by key, run or model; a field that was not grouped by is empty.
+    """Usage within an hour or a day, by key, run, model or session; a field that was not grouped by is empty.
 
     Attributes:
         start: Unix time at which the hour or the day (of UTC) begins.
@@ -285,6 +285,7 @@ class Usage:
         engine_s: Seconds that an engine computed. Of what is computed together, each has its share.
         operations: Number of operations and of requests that sampled.
         checkpoints: Number of checkpoints and exports that were written.
+        session_id: The rollout session that sampled; empty for what none did, or one that was deleted long ago.
     """
 
     start: float
@@ -298,6 +299,7 @@ class Usage:
     engine_s: float
     operations: int
     checkpoints: int
+    session_id: str
 
     @staticmethod
     def from_message(entry: pb.UsageEntry) -> Usage:

@@ -124,7 +124,7 @@ class ServiceClient(Texts):
 
     async def usage(
         self,
-        by: Sequence[Literal["hour", "day", "owner", "run", "model"]] = (),
+        by: Sequence[Literal["hour", "day", "owner", "run", "model", "session"]] = (),
         start: float = 0.0,
         end: float | None = None,
     ) -> list[Usage]:

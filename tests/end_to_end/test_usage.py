@@ -50,7 +50,7 @@ def test_what_keys_used_is_counted_and_kept(tiny_model_path: Path, tmp_path: Pat
         sampled_s = time.monotonic() - began
     with gradwire.sync.connect(server.address, api_key=keys["bob"]) as service:
         service.sampling_client("tiny").sample(PROMPTS, max_tokens=3, ignore_eos=True).result()
-        with pytest.raises(gradwire.InvalidArgumentError, match="divided by hour, day, owner, run, model, and not by"):
+        with pytest.raises(gradwire.InvalidArgumentError, match="hour, day, owner, run, model, session, and not by"):
             service.usage(["colour"])  # type: ignore[list-item]
 
     (training, sampling) = used(server, keys["ann"], "run"), used(server, keys["bob"], "run")

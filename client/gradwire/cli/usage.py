@@ -1,4 +1,4 @@
-"""``gradwire usage``: what keys, runs and models have used, and what that costs."""
+"""``gradwire usage``: what keys, runs, models and sessions have used, and what that costs."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class By(StrEnum):
     owner = "owner"
     run = "run"
     model = "model"
+    session = "session"
 
 
 @with_access
@@ -65,5 +66,6 @@ def _named(entry: Usage, by: list[By]) -> tuple[str, ...]:
         By.owner: (entry.owner,),
         By.run: (entry.run_id or "none", entry.label),
         By.model: (entry.base_model,),
+        By.session: (entry.session_id or "none",),
     }
     return tuple(text for each in by for text in columns[each])

@@ -2724,7 +2724,7 @@ class GetUsageRequest(_message.Message):
     """and before then; 0 for now"""
     @_builtins.property
     def by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """"hour" or "day", "owner", "run", "model"; none for one sum"""
+        """"hour" or "day", "owner", "run", "model", "session"; none for one sum"""
 
     def __init__(
         self,
@@ -2776,6 +2776,7 @@ class UsageEntry(_message.Message):
     ENGINE_S_FIELD_NUMBER: _builtins.int
     OPERATIONS_FIELD_NUMBER: _builtins.int
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     start: _builtins.float
     """Unix time of the hour or the day; 0 if not by these"""
     owner: _builtins.str
@@ -2794,6 +2795,8 @@ class UsageEntry(_message.Message):
     """with requests that sampled"""
     checkpoints: _builtins.int
     """checkpoints and exports that were written"""
+    session_id: _builtins.str
+    """the rollout session that sampled"""
     def __init__(
         self,
         *,
@@ -2808,10 +2811,11 @@ class UsageEntry(_message.Message):
         engine_s: _builtins.float = ...,
         operations: _builtins.int = ...,
         checkpoints: _builtins.int = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "checkpoints", b"checkpoints", "engine_s", b"engine_s", "label", b"label", "operations", b"operations", "owner", b"owner", "prompt_tokens", b"prompt_tokens", "run_id", b"run_id", "sampled_tokens", b"sampled_tokens", "start", b"start", "training_tokens", b"training_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "checkpoints", b"checkpoints", "engine_s", b"engine_s", "label", b"label", "operations", b"operations", "owner", b"owner", "prompt_tokens", b"prompt_tokens", "run_id", b"run_id", "sampled_tokens", b"sampled_tokens", "session_id", b"session_id", "start", b"start", "training_tokens", b"training_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

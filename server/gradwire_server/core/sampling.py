@@ -121,6 +121,7 @@ class Sampling:
     ) -> StoredResult:
         queue = self._scheduler.queue(source) if source is not None and current else None
         usage, base = self._scheduler.usage(caller.name), _base(asked, source)
+        session_id = caller.session.session_id if caller.session is not None else ""
         try:
             reply, payload = await self._scheduler.dispatcher.sample(
                 asked,
@@ -129,7 +130,9 @@ class Sampling:
                 queue,
                 on_frame,
                 on_start,
-                count=lambda result: self._usage.count(caller.name, source, result, label=label, base_model=base),
+                count=lambda result: self._usage.count(
+                    caller.name, source, result, label=label, base_model=base, session_id=session_id
+                ),
             )
         except EngineDied as error:
             message = "the engine ended while it sampled, and could not be replaced in time; try again"

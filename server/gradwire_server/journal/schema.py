@@ -260,7 +260,32 @@ _ELEVENTH = (
 )
 """Version 11: rollout sessions with their turns."""
 
-MIGRATIONS = (_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _SIXTH, _SEVENTH, _EIGHTH, _NINTH, _TENTH, _ELEVENTH)
+_TWELFTH = (
+    """CREATE TABLE usage_of_sessions (
+    hour INTEGER NOT NULL,
+    owner TEXT NOT NULL,
+    run_id TEXT NOT NULL,
+    label TEXT NOT NULL,
+    base_model TEXT NOT NULL,
+    session_id TEXT NOT NULL,
+    training_tokens INTEGER NOT NULL,
+    prompt_tokens INTEGER NOT NULL,
+    sampled_tokens INTEGER NOT NULL,
+    operations INTEGER NOT NULL,
+    checkpoints INTEGER NOT NULL,
+    engine_s REAL NOT NULL,
+    PRIMARY KEY (hour, owner, run_id, label, base_model, session_id)
+) WITHOUT ROWID""",
+    """INSERT INTO usage_of_sessions SELECT hour, owner, run_id, label, base_model, '', training_tokens, prompt_tokens,
+    sampled_tokens, operations, checkpoints, engine_s FROM usage""",
+    "DROP TABLE usage",
+    "ALTER TABLE usage_of_sessions RENAME TO usage",
+)
+"""Version 12: what each rollout session has used."""
+
+MIGRATIONS = (
+    _FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _SIXTH, _SEVENTH, _EIGHTH, _NINTH, _TENTH, _ELEVENTH, _TWELFTH,
+)  # fmt: skip
 VERSION = len(MIGRATIONS)
 
 

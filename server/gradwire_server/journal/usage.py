@@ -1,12 +1,12 @@
-"""Usage by keys: tokens, seconds of the engines and checkpoints, by hour, run and model.
+"""Usage by keys: tokens, seconds of the engines and checkpoints, by hour, run, model and rollout session.
 
 An operation counts when its result is known, for the owner of its run; sampling outside a run's queue for the key that
 asked, also what was computed before its caller left. What a recovery repeats does not count again. The counts of the
 last seconds are in memory only, so a kill loses them; they are in a backup, and not in what ``gradwire repair`` builds
 again.
 
-A key has a bounded number of rows. Beyond it hours are merged into days, then what is gone into one row for each day
-and model, then days into months. Sums stay what they are.
+A key has a bounded number of rows. Beyond it sessions that are gone are merged, then hours into days, then what is gone
+into one row for each day and model, then days into months. Sums stay what they are.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ GROUPS = {
     "owner": {"owner": "owner"},
     "run": {"run_id": "run_id", "label": "label"},
     "model": {"base_model": "base_model"},
+    "session": {"session_id": "session_id"},
 }
 """Names by which usage can be grouped, with the fields of an entry that hold them."""
 
-Key = tuple[int, str, str, str, str]
-_KEY = ("hour", "owner", "run_id", "label", "base_model")
+Key = tuple[int, str, str, str, str, str]
+_KEY = ("hour", "owner", "run_id", "label", "base_model", "session_id")
 _ROW = (*_KEY, *COUNTS)
 _ADD = (
     f"INSERT INTO usage ({', '.join(_ROW)}) VALUES ({', '.join('?' * len(_ROW))}) ON CONFLICT DO UPDATE SET "
@@ -53,12 +54,14 @@ _ADD = (
 )
 _THERE = "run_id IN (SELECT run_id FROM runs)"
 _RUN, _OLD = f"iif({_THERE}, run_id, '')", f"(hour < ?2 OR NOT {_THERE})"
+_NO_SESSION = "session_id != '' AND session_id NOT IN (SELECT session_id FROM sessions)"
 _MERGES = (
-    (DAY_S, "hour < ?2", ("run_id", "label")),
-    (DAY_S, _OLD, (_RUN, f"iif({_THERE}, label, '')")),
-    (MONTH_S, _OLD, (_RUN, "''")),
+    (HOUR_S, f"hour <= ?2 AND {_NO_SESSION}", ("run_id", "label", "''")),
+    (DAY_S, "hour < ?2", ("run_id", "label", "session_id")),
+    (DAY_S, _OLD, (_RUN, f"iif({_THERE}, label, '')", "''")),
+    (MONTH_S, _OLD, (_RUN, "''", "''")),
 )
-"""Seconds of the period into which rows are merged, those rows, and the run and label of what they become."""
+"""Seconds of the period into which rows are merged, those rows, and the run, label and session of what they become."""
 
 
 class Usage:
@@ -71,7 +74,14 @@ class Usage:
         self._unmerged = ROWS_BETWEEN_MERGES
 
     def count(
-        self, owner: str, run: RunRecord | None, result: pb.OperationResult, *, label: str = "", base_model: str = ""
+        self,
+        owner: str,
+        run: RunRecord | None,
+        result: pb.OperationResult,
+        *,
+        label: str = "",
+        base_model: str = "",
+        session_id: str = "",
     ) -> None:
         """Count an operation or a request, also in the record of its run.
 
@@ -80,6 +90,7 @@ class Usage:
             run: The run, or the one whose checkpoint is sampled from.
             label: Under which it is counted; the run's name if empty.
             base_model: The model, if there is no run.
+            session_id: The rollout session that asked, if one did.
         """
         run_id, sampled, timings = "", result.sample, result.timings
         tokens = loss_result(result).num_tokens, sampled.num_prompt_tokens, sampled.num_sampled_tokens
@@ -88,7 +99,7 @@ class Usage:
             run_id, label, base_model = run.run_id, label or run.config.name, run.config.base_model
             run.num_tokens += sum(tokens)
             run.engine_s += engine_s
-        key = (int(time.time()) // HOUR_S * HOUR_S, owner, run_id, label, base_model)
+        key = (int(time.time()) // HOUR_S * HOUR_S, owner, run_id, label, base_model, session_id)
         counts = (*tokens, 1, int(result.HasField("checkpoint") or result.HasField("export")), engine_s)
         counted = self._new.setdefault(key, Counter())
         for name, count in zip(COUNTS, counts, strict=True):
@@ -181,8 +192,10 @@ def _merge(connection: sqlite3.Connection) -> None:
         for (owner,) in connection.execute(too_many, (MOST_ROWS,)).fetchall():
             of = (owner, int(time.time()) // HOUR_S * HOUR_S)
             where = f"WHERE owner = ?1 AND {which}"
-            columns = (f"hour - hour % {period}", "owner", *names, "base_model", *(f"sum({name})" for name in COUNTS))
-            query = f"SELECT {', '.join(columns)} FROM usage {where} GROUP BY 1, 2, 3, 4, 5"
+            run_id, label, session_id = names
+            sums = (f"sum({name})" for name in COUNTS)
+            columns = (f"hour - hour % {period}", "owner", run_id, label, "base_model", session_id, *sums)
+            query = f"SELECT {', '.join(columns)} FROM usage {where} GROUP BY 1, 2, 3, 4, 5, 6"
             merged = connection.execute(query, of).fetchall()
             connection.execute(f"DELETE FROM usage {where}", of)
             connection.executemany(_ADD, merged)

@@ -33,7 +33,7 @@ def run_of(run_id: str, name: str) -> RunRecord:
 
 
 async def test_a_key_has_few_rows_and_its_sums_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A year of sessions and runs that are gone, beside a run that is there."""
+    """A year of sessions and runs that are gone, beside a run and rollout sessions that are there."""
     monkeypatch.setattr(usage_module, "MOST_ROWS", MOST)
     rng, state = random.Random(5), tmp_path / "state"
     journal = await Journal.open(state)
@@ -45,7 +45,8 @@ async def test_a_key_has_few_rows_and_its_sums_stay(tmp_path: Path, monkeypatch:
         owner, tokens, model = rng.choice(["ann", "ann", "bob"]), rng.randrange(100), rng.choice(["tiny", "other"])
         result = pb.OperationResult(sample=pb.SampleResult(num_sampled_tokens=tokens))
         monkeypatch.setattr(time, "time", lambda moment=moment: moment)
-        usage.count(owner, run, result, label=f"session {number}", base_model=model)
+        session_id = rng.choice(["", f"gwsession-{number}"])
+        usage.count(owner, run, result, label=f"session {number}", base_model=model, session_id=session_id)
         expected[owner, "tiny" if run is not None else model] += tokens
         of_there += tokens * (run is not None and run.run_id == there)
     monkeypatch.setattr(time, "time", lambda: now)

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import json
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +68,11 @@ class GroupLog:
                     if line.endswith("\n"):
                         yield int(number), content
 
-    def groups(self, numbers: Collection[int]) -> Iterator[list[Trajectory]]:
-        """Yield the trajectories of these groups, as far as they are in the file; of a task only the key is kept."""
-        logged = {number: content for number, content in self.lines() if number in numbers}
-        for number in numbers:
-            if read := read_group(logged.get(number, "")):
+    def groups(self, tasks: Mapping[int, Task]) -> Iterator[list[Trajectory]]:
+        """Yield the trajectories of these groups, given by number and task, as far as they are in the file."""
+        logged = {number: content for number, content in self.lines() if number in tasks}
+        for number, task in tasks.items():
+            if read := read_group(logged.get(number, ""), task):
                 yield read[0]
 
     def keep(self, wanted: Callable[[int], bool]) -> None:
@@ -96,12 +96,11 @@ def _line(collected: Collected) -> str:
     return f"{number}\t{json.dumps(content, default=_plain)}\n"
 
 
-def read_group(content: str, task: Task | None = None) -> tuple[list[Trajectory], dict[str, Metric]] | None:
-    """Read a logged group of a task, or of any; None if there is none, or it is a group of another task."""
+def read_group(content: str, task: Task) -> tuple[list[Trajectory], dict[str, Metric]] | None:
+    """Read a logged group of a task; None if there is none, or it is a group of another task."""
     if not content:
         return None
     read = json.loads(content)
-    task = task or Task(read["task"])
     if read["task"] != task.key:
         return None
     metrics = {name: getattr(kinds, kind)(*values) for name, (kind, *values) in read["metrics"].items()}

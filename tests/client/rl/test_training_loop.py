@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from gradwire.errors import NonFiniteError
 from gradwire.loop.loggers import read_jsonl
@@ -25,9 +26,11 @@ pytestmark = pytest.mark.usefixtures("in_a_folder_of_its_own")
 async def test_training_resumes_to_the_same_numbers(
     kind: Any, replayed: float, tmp_path: Path, rule_inference: Callable[..., Any]
 ) -> None:
+    tasks = [Task(str(n), data={"place": (n, object())}) for n in range(5)]
+
     def make(folder: str, run: CheckingRun) -> Any:
         return kind(
-            None, run, [str(n) for n in range(5)], arrived,
+            None, run, tasks, arrived,
             config(checkpoint_dir=tmp_path / folder, save_every=2, eval_every=1, record_every=2,
                    replay_fraction=replayed),
             environment=Doors(), inference=rule_inference(walk), eval_tasks=["z"],
@@ -45,6 +48,8 @@ async def test_training_resumes_to_the_same_numbers(
     await make("halves", run).train(3, progress_bar=False)  # the third is lost: it was not saved
     again = make("halves", run)
     assert await again.resume() == 2
+    kept = again.replay.sample(99, np.random.default_rng(0))
+    assert bool(kept) == bool(replayed) and all(any(each.task is task for task in tasks) for each in kept)
     await again.train(2, progress_bar=False)
     whole, halves = numbers("whole"), numbers("halves")
     assert [line["iteration"] for line in halves] == [0, 1, 2, 3]

@@ -154,7 +154,9 @@ class Algorithm(ABC):
         folder = self.config.folder if self.config.save_every or self.config.replay_fraction else None
         self._group_log = GroupLog(folder and folder / "groups.jsonl")
         curriculum = as_curriculum(tasks, self.config.seed)
-        self.ledger = Ledger(curriculum, self.config.batch_size, self.config.group_size, self._group_log)
+        self.ledger = Ledger(
+            curriculum, self.config.batch_size, self.config.group_size, self._group_log, lambda: self.replay.numbers
+        )
         self._service, self._tokenizer, self._inference = service, options.get("tokenizer"), inference
         self._reporter = Reporter(self.config, options.get("recorder"))
         log = JsonlLogger((self.config.folder or Path("runs") / run.run_id) / "metrics.jsonl")
@@ -417,9 +419,9 @@ class Algorithm(ABC):
         """Take over what :meth:`_state` returned."""
         if "replay" not in state:
             raise ValueError(f"{self._state_file()} is of an older version of gradwire, and cannot be resumed")
-        self.ledger.load(state["ledger"], logged=logged)
+        tasks = self.ledger.load(state["ledger"], logged=logged)
         self.replay.clear()
-        for group in self._group_log.groups(state["replay"]):
+        for group in self._group_log.groups({number: tasks[number] for number in state["replay"] if number in tasks}):
             self.replay.add([each for each in group if not each.by_other])
 
     def close(self) -> None:

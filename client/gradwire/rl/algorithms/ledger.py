@@ -7,7 +7,7 @@ import copy
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,7 @@ class Ledger:
         block: Tasks that it chooses at once.
         group_size: Trajectories per group.
         log: Where collected groups are written.
+        replayed: Returns the numbers of settled groups whose trajectories are still used.
 
     Attributes:
         open: Groups that were given out and are neither trained on nor dropped, by number.
@@ -75,8 +76,16 @@ class Ledger:
         settled: Number of groups by what became of them: ``trained``, or the reason why they were dropped.
     """
 
-    def __init__(self, curriculum: Curriculum, block: int, group_size: int, log: GroupLog) -> None:
+    def __init__(
+        self,
+        curriculum: Curriculum,
+        block: int,
+        group_size: int,
+        log: GroupLog,
+        replayed: Callable[[], Collection[int]] = tuple,
+    ) -> None:
         self.curriculum, self._block, self._group_size, self._log = curriculum, block, group_size, log
+        self._replayed = replayed
         self.open: dict[int, Group] = {}
         self.settled: Counter[str] = Counter()
         self._choices: list[_Choice] = []
@@ -132,10 +141,10 @@ class Ledger:
             if outcome != TRAINED:
                 level = logging.INFO if outcome == "without_spread" else logging.WARNING
                 logger.log(level, "the task %.100r is dropped: group %d %s", group.task.key, group.number, outcome)
-        self._choices = [each for each in self._choices if self._needed(each)]
-
-    def _needed(self, choice: _Choice) -> bool:
-        return any(number in self._tasks for number in range(choice.first, choice.first + choice.count))
+        needed = {*self._tasks, *self._replayed()}
+        self._choices = [
+            each for each in self._choices if not needed.isdisjoint(range(each.first, each.first + each.count))
+        ]
 
     def counts(self) -> dict[str, float]:
         """Numbers for the log: groups trained on and dropped so far, and open ones."""
@@ -159,27 +168,31 @@ class Ledger:
             "settled": dict(self.settled),
         }
 
-    def load(self, state: Mapping[str, Any], *, logged: bool = True) -> None:
+    def load(self, state: Mapping[str, Any], *, logged: bool = True) -> dict[int, Task]:
         """Return to a state: the curriculum chooses the tasks under way once more.
 
         Args:
             logged: Read the groups that were collected before or after, instead of collecting them again.
+
+        Returns:
+            The tasks that were chosen, by number, those of replayed groups among them.
         """
+        chosen: dict[int, Task] = {}
         self._choices = [_Choice(**each) for each in state["choices"]]
         self._chosen, self._next, self.settled = state["chosen"], state["next"], Counter(state["settled"])
-        self.open, self._tasks, self.turn = {}, {}, state["turn"]
+        self.open, self.turn = {}, state["turn"]
         turns = {int(number): turn for number, turn in state["open"].items()}
         for choice in self._choices:
             self.curriculum.load(choice.state)
-            for number, task in enumerate(self.curriculum.select(choice.place, choice.count), choice.first):
-                if number >= self._next or number in turns:
-                    self._tasks[number] = task
+            chosen |= enumerate(self.curriculum.select(choice.place, choice.count), choice.first)
+        self._tasks = {number: task for number, task in chosen.items() if number >= self._next or number in turns}
         self.curriculum.load(state["curriculum"])
         if logged:
             self.read_log()
         for number, turn in turns.items():
             self._open(number)
             self.open[number].turn = turn
+        return chosen
 
     def read_log(self) -> None:
         """Take the groups of an earlier process, as they are given out again."""

@@ -85,6 +85,7 @@ def requests(
     template_kwargs: Mapping[str, Any],
     most: int,
     unroll: bool = False,
+    keep_sampled: bool = False,
 ) -> Iterator[pb.RenderRequest]:
     """Yield the requests for these conversations, in order.
 
@@ -92,6 +93,7 @@ def requests(
         train_on: None: no mask is requested.
         most: Maximum number of conversations per request.
         unroll: Whether a learned turn may have a row of its own.
+        keep_sampled: Whether ``token_ids`` stand there whole.
     """
     for name in ("messages", "tools", "conversation"):
         if name in template_kwargs:
@@ -111,6 +113,7 @@ def requests(
         if callable(train_on) else TRAIN_ON[train_on],
         add_generation_prompt=add_generation_prompt,
         unroll=unroll,
+        sampled_history=pb.SAMPLED_KEPT if keep_sampled else pb.SAMPLED_AS_WRITTEN,
     )  # fmt: skip
     request, size = pb.RenderRequest(), 0
     request.CopyFrom(shared)
@@ -207,6 +210,7 @@ class Texts(Connected):
         add_generation_prompt: bool = False,
         *,
         model: str = "",
+        keep_sampled: bool = False,
         **template_kwargs: Any,
     ) -> Rendered: ...
 
@@ -219,6 +223,7 @@ class Texts(Connected):
         add_generation_prompt: bool = False,
         *,
         model: str = "",
+        keep_sampled: bool = False,
         **template_kwargs: Any,
     ) -> list[Rendered]: ...
 
@@ -230,6 +235,7 @@ class Texts(Connected):
         add_generation_prompt: bool = False,
         *,
         model: str = "",
+        keep_sampled: bool = False,
         **template_kwargs: Any,
     ) -> Rendered | list[Rendered]:
         """Convert conversations to token ids and a loss mask with the model's own chat template, for ``causal_lm``.
@@ -248,6 +254,7 @@ class Texts(Connected):
                 message; for other roles, the mask covers content and end token. None: no mask.
             add_generation_prompt: End with the opening of the assistant's turn.
             model: A model of the server; may be omitted if it has only one.
+            keep_sampled: ``token_ids`` stand there whole, also where the template drops reasoning from the history.
             template_kwargs: Further variables of the template, such as ``enable_thinking=False``.
 
         Raises:
@@ -260,7 +267,7 @@ class Texts(Connected):
             async for each in self._rendered(
                 [messages] if one else messages,  # type: ignore[list-item, arg-type]
                 model=model, tools=tools, train_on=train_on, add_generation_prompt=add_generation_prompt,
-                template_kwargs=template_kwargs,
+                template_kwargs=template_kwargs, keep_sampled=keep_sampled,
             )
         ]  # fmt: skip
         return rows[0] if one else rows

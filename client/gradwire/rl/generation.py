@@ -141,12 +141,16 @@ class ChatCodec(Protocol):
     name: str
 
     async def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        keep_sampled: bool = False,
     ) -> IntArray | None:
         """Render a conversation as token ids; None if the model has no chat template.
 
         An assistant's message may have ``token_ids``, the tokens that were sampled for it; they are kept as far as the
-        template keeps the message's text.
+        template keeps the message's text, or whole if ``keep_sampled``.
         """
         ...
 
@@ -173,7 +177,11 @@ class TokenizerCodec:
         return [self.tokenizer.decode(np.asarray(row).tolist()) for row in rows]
 
     async def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        keep_sampled: bool = False,
     ) -> IntArray | None:
         tokenizer = self.tokenizer
         if not getattr(tokenizer, "chat_template", None):
@@ -195,7 +203,12 @@ class TokenizerCodec:
             np.asarray(piece.token_ids, np.int64)
             if piece.token_ids is not None
             else (await self.encode([piece.text], add_special_tokens=False))[0]
-            for piece in cut(chat, messages, add_generation_prompt=add_generation_prompt)
+            for piece in cut(
+                chat,
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                history="kept" if keep_sampled else "as written",
+            )
         ]
         return np.concatenate(rows) if rows else np.zeros(0, np.int64)
 
@@ -235,7 +248,11 @@ class ServiceCodec:
         return list(await self._service.decode(self._model, [np.asarray(row).tolist() for row in rows]))
 
     async def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        keep_sampled: bool = False,
     ) -> IntArray | None:
         if self._has_template is None:
             self._has_template = bool((await self._service.tokenizer_info(self._model)).chat_template)
@@ -243,6 +260,6 @@ class ServiceCodec:
             return None
         row = await self._service.render(
             messages, train_on=None, add_generation_prompt=add_generation_prompt, model=self._model,
-            **self._template_kwargs,
+            keep_sampled=keep_sampled, **self._template_kwargs,
         )  # fmt: skip
         return np.asarray(row["input_ids"], np.int64)

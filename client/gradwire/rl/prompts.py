@@ -102,6 +102,10 @@ class TokenHistory:
         codec: Converts text and conversations to ids.
         template: Formats conversations instead of the model's own chat template.
         context_tokens: Maximum prompt length; a longer prompt loses its beginning. None keeps all.
+
+    Attributes:
+        keeps: Whether sampled tokens stay in the prompt also where the model's chat template drops reasoning, so that
+            a conversation that is appended to is one training row.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class TokenHistory:
         self._codec = codec
         self._template = template
         self._context_tokens = context_tokens
+        self.keeps = False
         self._text: str | None = None
         self._ids: IntArray = np.zeros(0, np.int64)
         self._ended = False
@@ -148,7 +153,8 @@ class TokenHistory:
         if not isinstance(self._codec, ChatCodec):
             return None
         written = await _as_shown(self._codec, self._with_samples(messages))
-        ids = await self._codec.render(written, add_generation_prompt=True)
+        kept = {"keep_sampled": True} if self.keeps else {}
+        ids = await self._codec.render(written, add_generation_prompt=True, **kept)
         self._text = self._text if ids is None else None
         return ids
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gradwire.rl.environments.base import BaseEnvironment, Environment, Policy, StepResult
+from gradwire.rl.environments.base import HISTORIES, BaseEnvironment, Environment, Policy, StepResult
 from gradwire.rl.generation import Generation, InferenceModule, SamplingParams
 from gradwire.rl.prompts import TokenHistory
 from gradwire.rl.threads import called, is_cancelled
@@ -127,7 +127,11 @@ class RLRolloutWorker:
     async def _play(self, trajectory: Trajectory, generate: Generate) -> None:
         environment = self._environment
         if isinstance(environment, BaseEnvironment):
-            episode = _Episode(environment, self._new_history(), generate, self._params)
+            if environment.history not in HISTORIES:
+                raise ValueError(f"history is {environment.history!r}; there are {', '.join(HISTORIES)}")
+            history = self._new_history()
+            history.keeps = environment.history == "keep"
+            episode = _Episode(environment, history, generate, self._params)
             try:
                 await episode.play(trajectory, self._max_steps)
             finally:

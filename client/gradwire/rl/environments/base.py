@@ -5,10 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from gradwire.rl.generation import InferenceModule, SamplingParams
 from gradwire.rl.types import Action, Message, Prompt, State, Task, ToolResult, Trajectory
+
+History = Literal["template", "keep"]
+HISTORIES: tuple[History, ...] = get_args(History)
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,15 @@ class BaseEnvironment(ABC):
             task counts as failed. None: the task has no limit, and an episode that reaches ``max_steps_per_rollout`` is
             ``truncated``.
         stop: Strings at which the policy's response ends.
+        history: Reasoning in the prompts of later turns. ``"template"``: as the model's chat template writes it; one
+            that drops it makes each turn a training row of its own. ``"keep"``: what was sampled stays in the prompt,
+            so that a conversation is one row. The same as for a rollout session.
     """
 
     blocking: bool = True
     max_steps: int | None = None
     stop: tuple[str, ...] = ()
+    history: History = "template"
 
     @abstractmethod
     def reset(self, task: Task, seed: int) -> State | Awaitable[State]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from gradwire.rl.environments.base import BaseEnvironment, StepResult, first_messages
+from gradwire.rl.environments.base import BaseEnvironment, History, StepResult, first_messages
 from gradwire.rl.threads import called
 from gradwire.rl.types import Action, State, Task
 
@@ -21,12 +21,19 @@ class ConversationEnvironment(BaseEnvironment):
         max_turns: The policy's limit of turns.
         system: A system message before the task's own.
         stop: Strings at which a turn ends.
+        history: As for :class:`BaseEnvironment`.
 
     Subclass and override :meth:`respond` if a function is not enough.
     """
 
     def __init__(
-        self, respond: Respond | None = None, *, max_turns: int = 8, system: str = "", stop: tuple[str, ...] = ()
+        self,
+        respond: Respond | None = None,
+        *,
+        max_turns: int = 8,
+        system: str = "",
+        stop: tuple[str, ...] = (),
+        history: History = "template",
     ) -> None:
         if max_turns < 1:
             raise ValueError(f"max_turns must be at least 1, got {max_turns}")
@@ -34,6 +41,7 @@ class ConversationEnvironment(BaseEnvironment):
         self.max_steps = max_turns
         self.system = system
         self.stop = stop
+        self.history = history
 
     def reset(self, task: Task, seed: int) -> State | Awaitable[State]:
         return State(task, first_messages(task, self.system), data={"seed": seed})

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 import anyio
 
-from gradwire.rl.environments.base import BaseEnvironment, StepResult, first_messages
+from gradwire.rl.environments.base import BaseEnvironment, History, StepResult, first_messages
 from gradwire.rl.threads import called
 from gradwire.rl.types import Action, State, Task, ToolCall, ToolResult
 
@@ -134,6 +134,7 @@ class ToolEnvironment(BaseEnvironment):
         system: Text before the description of the tools.
         describe_tools: Describe the tools in the system message.
         stop: Strings at which a turn ends.
+        history: As for :class:`BaseEnvironment`.
 
     :meth:`parse_action` defines the format of calls; override it for another format. Its ``parsed`` is the
     tuple of calls.
@@ -149,10 +150,12 @@ class ToolEnvironment(BaseEnvironment):
         system: str = "",
         describe_tools: bool = True,
         stop: tuple[str, ...] = ("</tool_call>",),
+        history: History = "template",
     ) -> None:
         self.toolbox = Toolbox(tools)
         self.max_steps = max_turns
         self.stop = stop
+        self.history = history
         described = self.toolbox.describe() if describe_tools and self.toolbox.tools else ""
         self.system = "\n\n".join(part for part in (system, described) if part)
 

@@ -50,7 +50,7 @@ FIRST = 100
 """The token of the first letter; those before it are prompts."""
 SIGMA = np.log(20) / 2.326
 """Of the logarithm of a duration, such that the median is 1 and the 99th percentile 20."""
-TOKEN_S, BATCH, ITERATIONS = 0.01, 16, 40
+TOKEN_S, RATE, BATCH, GROUP, ITERATIONS = 0.01, 0.15, 16, 8, 40
 ONE, TWO = "one engine", "two engines"
 BEGIN, END = "<!-- async: begin (python -m benchmarks.async_rl --write-docs) -->", "<!-- async: end -->"
 
@@ -84,7 +84,7 @@ class Policy:
     """A run and its sampler: a distribution for each kind of task and each place of an answer.
 
     Args:
-        step_s: Seconds of an optimizer step on the engine.
+        step_s: Seconds that the engine trains on an iteration's samples.
         shared: The engine samples or trains; otherwise each has an engine of its own.
     """
 
@@ -98,7 +98,7 @@ class Policy:
         self._sampler = self._trainer if shared else None
         generator = torch.Generator().manual_seed(seed)
         self._logits = torch.randn(KINDS, LENGTH, VOCABULARY, generator=generator).mul(0.1).requires_grad_()
-        self._optimizer = torch.optim.Adam([self._logits], lr=0.15)
+        self._optimizer = torch.optim.Adam([self._logits], lr=RATE)
         self._chance = np.random.default_rng(seed)
         self.codec = self
         self.end_text = ""
@@ -131,7 +131,7 @@ class Policy:
 
         async def work() -> Any:
             async with self._trainer:
-                await asyncio.sleep(self._step_s)
+                await asyncio.sleep(self._step_s * len(read.row_lengths) / (BATCH * GROUP))
                 logprobs = self._logprobs(read.input_ids, read.lengths)
                 scores = Scores({"logprobs": logprobs, "entropy": -logprobs.detach()})
                 output = spec.function(read, scores, spec.config(**kwargs))
@@ -156,7 +156,7 @@ class Policy:
     async def compute_logprobs(self, batch: Any, temperature: float = 1.0) -> Any:
         """Scoring is a forward, a third of a training step."""
         async with self._trainer:
-            await asyncio.sleep(self._step_s / 3)
+            await asyncio.sleep(self._step_s / 3 * len(batch["input_ids"]) / (BATCH * GROUP))
         rows = [torch.as_tensor(np.asarray(row)) for row in batch["input_ids"]]
         with torch.no_grad():
             return [self._logprobs(row, torch.tensor([len(row)])).numpy() for row in rows]
@@ -230,12 +230,13 @@ class Way:
     Attributes:
         mode: Of ``train``.
         stale: ``max_staleness``: of the config, or of ``train(mode="async")``.
-        on_stale: Of the config.
+        on_stale, minibatches: Of the config.
     """
 
     mode: Literal["sync", "async"]
     stale: int
     on_stale: Literal["correct", "drop"] = "correct"
+    minibatches: int = 1
 
 
 WAYS = {
@@ -296,11 +297,12 @@ def train(way: Way, *, shared: bool, step_s: float, iterations: int, seed: int) 
                 pass
 
         config = AlgorithmConfig(
-            batch_size=BATCH, group_size=8, max_tokens=LENGTH, seed=seed, num_parallel=1024, on_stale=way.on_stale,
-            max_staleness=way.stale if way.mode == "sync" else 0,
+            batch_size=BATCH, group_size=GROUP, max_tokens=LENGTH, learning_rate=RATE, seed=seed, num_parallel=1024,
+            on_stale=way.on_stale, max_staleness=way.stale if way.mode == "sync" else 0,
+            num_minibatches=way.minibatches,
         )  # fmt: skip
         # deterministic=False: a batch does not wait for the slowest environment, in any mode
-        manager = RolloutManager(policy, Slow(), deterministic=False, num_parallel=1024, group_size=8)
+        manager = RolloutManager(policy, Slow(), deterministic=False, num_parallel=1024, group_size=GROUP)
         given = tasks(BATCH * iterations, seed)
         algorithm = GRPOAlgorithm(None, policy, given, right, config, rollout_manager=manager, loggers=[Timer()])
         options: dict[str, Any] = {"max_staleness": way.stale} if way.mode == "async" else {}

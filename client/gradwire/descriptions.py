@@ -45,7 +45,7 @@ class RunChange:
     Attributes:
         seq: The operation after whose state the run went on with it.
         time: Unix time in seconds.
-        note: What changed, and who accepted it.
+        note: The change, and who accepted it.
     """
 
     seq: int
@@ -83,11 +83,11 @@ class RunInfo:
             server a run without waiting operations is restored with its next one, and this is empty until then.
         recovery_s: Seconds that bringing the run back after a crash of the engine or the server would take now:
             loading its newest checkpoint and repeating the operations behind it, as measured.
-        waits_for: What keeps its next operation, besides its turn: room on the server's disk, or its engine, which
-            starts or whose machine is away; empty if nothing does.
+        waits_for: The obstacle to its next operation, besides its turn: room on the server's disk, or its engine, which
+            starts or whose machine is away; empty if there is none.
         from_upload: Id of the upload that the run started from; empty if none.
         router_aux_loss_coef: Coefficient of the experts' load-balancing loss; None: as the model's configuration says.
-        changes: What changed under the run and was accepted (``accept_changes``, ``--accept-changes``), oldest first.
+        changes: Accepted changes under the run (``accept_changes``, ``--accept-changes``), oldest first.
         engine: Number of the engine that the run is on.
         lanes: Number of ranks that can share its work.
         engine_s: Seconds that engines have computed for it; of what is computed together, its share.
@@ -386,7 +386,7 @@ class LossInfo:
 
     Attributes:
         name: The value to pass as ``loss_fn``.
-        summary: What the loss computes.
+        summary: A sentence on what the loss computes.
         formula: The formula in one line.
         reference: The paper or source of the formula.
         fields: The batch fields.

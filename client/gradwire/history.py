@@ -244,7 +244,7 @@ class RunUpdates:
     Attributes:
         runs: The runs that changed, as they are now.
         gone: Ids of runs that were deleted, or are no longer shared with your key.
-        history: What operations measured that have finished since; empty without ``with_points``.
+        history: Figures of the operations that have finished since; empty without ``with_points``.
         cursor: Where ``watch`` can go on; empty if more messages of the same list follow.
         whole: The messages from here to the next cursor list every run: forget those that they lack. Points may be
             missing before it, which ``history()`` of each run has.

@@ -299,7 +299,7 @@ class Jobs:
         Args:
             attempt: The worker's number.
             events: Their own numbers are ignored; metrics of a step that was reported before replace these.
-            checkpoints: Those that are known already are ignored.
+            checkpoints: New checkpoints; known ones are ignored.
             resolved: The settings as the recipe uses them.
             end: How the job ended; it has if this is given.
 

@@ -213,8 +213,8 @@ class SampledToken:
     Attributes:
         token_id: The token.
         logprob: Its log-probability, as in :class:`Sample`.
-        text: What the stream's text grows by. It may lag behind the tokens, where a token is a part of a character or
-            could belong to a stop string; all tokens' texts together are the sample's.
+        text: The next piece of the stream's text. It may lag behind the tokens, where a token is a part of a character
+            or could belong to a stop string; all tokens' texts together are the sample's.
         stop_reason: Of the last token as in :class:`Sample`; else "".
         top_token_ids: ``[k]`` int, the most probable tokens in its place; None without ``top_logprobs``.
         top_logprobs: ``[k]`` float32, their log-probabilities.

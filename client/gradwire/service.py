@@ -133,7 +133,7 @@ class ServiceClient(Texts):
         The server keeps it for 400 days, also of deleted runs. ``server_info()`` has the price of an hour.
 
         Args:
-            by: What to divide it by; nothing: one sum.
+            by: Columns to group by; empty for one sum.
             start: Unix time; counted are the hours that begin from then on.
             end: Unix time until which they begin; now by default.
         """

@@ -88,7 +88,7 @@ class SessionInfo:
     Attributes:
         session_id: Its id.
         owner: Name of the key that created it.
-        model: What it samples from: a run, a checkpoint or a base model.
+        model: The run, checkpoint or base model that it samples from.
         base_model: The base model of that.
         run_id: The run; empty for a base model.
         task, group, name, limits, sampling, history: See :class:`SessionOptions`.

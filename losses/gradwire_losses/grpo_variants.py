@@ -23,7 +23,7 @@ def variant(name: str, description: str, *, reference: str, formula: str, **defa
 
     Args:
         name: The wire name.
-        description: What it is, the first paragraph for a list of the losses.
+        description: Its docstring, whose first paragraph a list of the losses shows.
         reference, formula: As of every loss.
         defaults: Of arguments of ``grpo``: a value, or a pydantic ``Field`` in place of its own.
     """

@@ -58,7 +58,7 @@ class ImageTokens:
         return state.digest()
 
     def select(self, tokens: Tensor) -> ImageTokens:
-        """Those of these tokens (indices), in this order."""
+        """The image tokens at these indices, in this order."""
         positions = None if self.positions is None else self.positions[tokens]
         return replace(self, places=self.places[tokens], positions=positions)
 
@@ -67,7 +67,7 @@ class ImageTokens:
         return torch.where(self.places >= 0, -1 - self.places, input_ids)
 
     def arranged(self, places: Tensor, size: int) -> ImageTokens:
-        """Those of an axis of ``size`` entries, on which token ``t`` is at ``places[t]``."""
+        """The image tokens on an axis of ``size`` entries, on which token ``t`` is at ``places[t]``."""
         own = torch.full((size,), -1, dtype=torch.int64)
         own[places] = self.places
         if self.positions is None:

@@ -18,7 +18,7 @@ class Range:
 
     Attributes:
         low, high: Bounds; values beyond them are reported.
-        below, above: What the value means and what to do.
+        below, above: Advice: the value's meaning, and a remedy.
     """
 
     low: float = -math.inf

@@ -17,7 +17,7 @@ KL, CLIPPED, SILENT, SAMPLER_KL, ENTROPY = 0.1, 0.3, 0.5, 0.05, 0.05
 """From which mean of the newest values on a figure is remarked on: approximate KL (nats), clipped share, share of
 groups without signal, KL between sampler and trainer (nats); and below which mean entropy (nats)."""
 SPIKE = 10.0
-"""How many times the usual gradient norm the newest one is a spike."""
+"""The newest gradient norm is a spike from this many times the usual one on."""
 FEW, START = 5, 10
 """Newest values that show a model without a signal, and values whose mean is a loss's start."""
 UNIFORM = 1e-4
@@ -33,9 +33,9 @@ class Advice:
     """A remark.
 
     Attributes:
-        name: What it is about, the same for all remarks of its kind.
-        what: What is seen.
-        remedy: What may be done.
+        name: Its subject, the same for all remarks of its kind.
+        what: The observation.
+        remedy: The advice.
     """
 
     name: str

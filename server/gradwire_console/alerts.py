@@ -60,7 +60,7 @@ class Recent:
         return np.array(self._values[metric])[-count:] if metric in self._values else np.zeros(0)
 
     def first(self, metric: str, count: int) -> Numbers:
-        """As of a record; of a run that is older than the console they are not known."""
+        """The first values, as a record has them; unknown for a run that is older than the console."""
         return np.array(self._first.get(metric, ()) if self._from_start else ())[:count]
 
 

@@ -44,7 +44,7 @@ class Answers:
 
         Args:
             ask: Asks the server; those that want the answer meanwhile share it.
-            version: What the answer depends on, as the stream has it: the server is asked again when it is another.
+            version: The stream's version of what the answer depends on: the server is asked again when it changes.
             every_s: Least seconds between two times that the server is asked, also where it fails.
             stale_s: Seconds after which it is asked again although the version is the same.
 

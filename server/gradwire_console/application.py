@@ -76,7 +76,7 @@ def create_application(workspaces: Workspaces, names: Sequence[str]) -> ASGIApp:
     """Create the application.
 
     Args:
-        names: Those that it is asked by beside loopback's: the address that it listens on, and given ones. Where
+        names: Its host names beside loopback's: the address that it listens on, and given ones. Where
             browsers sign in it answers to any, as a session is sent to the name that it was begun with.
     """
 

@@ -36,7 +36,7 @@ class FirstRow:
     """A sequence of a data set's first rows.
 
     Attributes:
-        name: What it is of its row: "chosen", "rejected", "good", "bad", "prompt" or nothing.
+        name: Its role in the row: "chosen", "rejected", "good", "bad", "prompt", or "" for none.
         num_learned, num_tokens: Tokens that are learned, and all.
         texts: Its text in stretches, each with whether it is learned.
     """

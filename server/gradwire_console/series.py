@@ -57,7 +57,7 @@ def smoothed(y: Numbers, window: int) -> Numbers:
 
 @dataclass(frozen=True)
 class Flat:
-    """How curves are drawn whose differences mean nothing.
+    """An axis for curves whose differences mean nothing.
 
     Attributes:
         low, high: Ends of the axis, on which they are level.
@@ -70,7 +70,7 @@ class Flat:
 
 
 def flat(curves: Sequence[Sequence[Sequence[float]]]) -> Flat | None:
-    """How to draw curves, as pairs, that differ by rounding alone; None: as they are."""
+    """The axis for curves, given as pairs, that differ by rounding alone; None for curves with real differences."""
     values = [y for points in curves for _, y in points]
     low, high = min(values, default=math.nan), max(values, default=math.nan)
     size = max(abs(low), abs(high))

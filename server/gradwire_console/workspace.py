@@ -29,8 +29,8 @@ OVERVIEW = 1200
 """Operations of a long record that are shown while all of it is fetched."""
 WHOLE_AFTER_S = 1.0
 SKETCHED, SKETCH, GROWN = 1000, 120, 20
-"""Of how many runs, the newest, the list has figures and a small curve; of about how many operations; and how many
-times as many may be added to these as they come."""
+"""Newest runs that have figures and a small curve in the list, operations of such a curve, and the factor by which it
+may grow before it is fetched again."""
 USAGE_S = 30 * 86_400.0
 EVENTS, LOG_CHARS = 500, 20_000
 """Limits of a watched job: its newest events, and the characters at the end of its log."""

@@ -52,7 +52,7 @@ class Task:
     Attributes:
         address: Where the server is.
         key: Secret with the rights of the job's owner.
-        job_id, attempt: What is to run.
+        job_id, attempt: The job to run, and the number of its attempt.
         folder: The job's folder, in which the last worker left off.
     """
 

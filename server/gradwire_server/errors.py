@@ -79,8 +79,8 @@ def key_reused(made: str, content: str, field: str = "idempotency_key") -> Servi
     """ALREADY_EXISTS for an idempotency key that has made something of another content.
 
     Args:
-        made: What it has made, such as "the run run-abc".
-        content: What is different: "settings" or "content".
+        made: The thing that it has made, such as "the run run-abc".
+        content: The part that differs: "settings" or "content".
     """
     message = f"this idempotency key made {made} with other {content}; a new one takes a new key"
     return ServiceError(pb.ERROR_CODE_ALREADY_EXISTS, message, field=field)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 MEMORY_BYTES = 2 << 30
-"""Of one process."""
+"""Memory that one process may take."""
 _LENGTH = struct.Struct("<Q")
 _BLOCK = 1 << 20
 
@@ -96,7 +96,7 @@ class Helpers:
     """Processes of one kind, started when they are needed; they end with this process. Thread-safe.
 
     Args:
-        module: What they run; it calls :func:`serve`.
+        module: The module that they run; it calls :func:`serve`.
         count: Processes at most.
     """
 

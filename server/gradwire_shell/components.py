@@ -28,7 +28,7 @@ class Column:
         name: Key of its cells in a row; ``NAME_sub`` is shown beside a cell, ``NAME_hint`` on hover, and by the number
             ``NAME_sort`` rows are ordered and filtered.
         label: Its heading.
-        hint: What the heading means, on hover.
+        hint: The heading's meaning, on hover.
         num: Whether its cells are numbers.
         link: Whether its cells link to the row's ``href``.
         state: Whether its cells are states, shown with a mark.
@@ -54,10 +54,10 @@ class Table(Element, component="table.js"):
     Args:
         rows: Texts and numbers by column, with ``key`` and, for links, ``href``; with ``group``, rows of a group stand
             together.
-        label: What it lists, for screen readers.
-        search: What its search field says; "" for none.
-        none: What is said where there are no rows.
-        instead: What stands in the table's place where there are no rows.
+        label: Its title for screen readers.
+        search: Placeholder of its search field; "" for no field.
+        none: The sentence shown where there are no rows.
+        instead: The element in the table's place where there are no rows.
         on_chosen: Called with the keys of the selected rows; None: rows cannot be selected.
     """
 
@@ -135,7 +135,7 @@ class Plot(Element, component="plot.js", dependencies=["chart.js"], default_clas
     """Curves over a common axis; drag to zoom, double-click for all.
 
     Args:
-        title: What it shows, for screen readers.
+        title: Its title for screen readers.
         on_range: Called with the two ends of the range that was dragged, or None for all.
     """
 
@@ -161,7 +161,7 @@ class Plot(Element, component="plot.js", dependencies=["chart.js"], default_clas
         """Show other curves, if they are others: drawing costs a browser most.
 
         Args:
-            axis: What x is: ``"time"`` in milliseconds, or a whole number's name.
+            axis: The x axis: ``"time"`` in milliseconds, or a whole number's name.
             level: The ends of the vertical axis; None: those of the curves.
         """
         shown = {"series": _columns(curves), "axis": axis, "level": level}

@@ -32,7 +32,7 @@ class Lanes(Element, component="lanes.js", dependencies=["chart.js"], default_cl
     """A timeline of lanes.
 
     Args:
-        title: What it shows, for screen readers.
+        title: Its title for screen readers.
         colours: Name of a kind -> the theme's colour, such as ``"--s1"``.
     """
 

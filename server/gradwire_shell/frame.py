@@ -140,7 +140,7 @@ def frame(
         sections: Names and paths of the navigation.
         here: Path of the section that the page belongs to.
         narrow: Whether lines stay short on a wide screen.
-        keys: What keys do, for the help.
+        keys: The page's keys and their effects, for the help.
         sign_out: Called by the button that ends the session; None: there is none.
     """
     ui.add_css(CSS)
@@ -205,7 +205,7 @@ def sign_in(product: str, label: str, enter: Callable[[str], Awaitable[str]], ta
     """The page that asks for a key.
 
     Args:
-        label: What the key is called.
+        label: The key's name.
         enter: Takes the key, and returns why it is refused; "" where it is not.
         target: Where to go then, with what stands behind the ``#`` of the address.
     """

@@ -43,9 +43,9 @@ class Finding:
 
     Attributes:
         state: "ok"; "note": works, but not as one may expect; "problem": does not work.
-        subject: What was checked.
-        words: What was found.
-        advice: What to do; empty if nothing.
+        subject: The thing that was checked.
+        words: The finding.
+        advice: How to mend it; empty if there is nothing to mend.
     """
 
     state: Literal["ok", "note", "problem"]

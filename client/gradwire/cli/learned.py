@@ -20,7 +20,7 @@ class Learned(NamedTuple):
     """A sequence of tokens.
 
     Attributes:
-        name: What it is of its row: "chosen", "rejected", "good", "bad", or nothing.
+        name: Its role in the row: "chosen", "rejected", "good", "bad", or "" for none.
         ids: ``[tokens]``.
         mask: ``[tokens]``, 1 for those that are learned.
     """

@@ -25,7 +25,7 @@ def print_listing(
     Where the output is no terminal, no line is folded.
 
     Args:
-        empty: What to print if there are no rows.
+        empty: The line to print if there are no rows.
         right: The columns that are aligned to the right.
     """
     if not rows:

@@ -18,7 +18,7 @@ from gradwire.sessions import SessionInfo
 SHOWN = 200
 """Sessions that are listed."""
 SHOWN_CHARS = 600
-"""Of a message, unless all is asked for."""
+"""Characters shown of a message, unless all of it is asked for."""
 SessionId = Annotated[str, typer.Argument(help="Id of the session, as `gradwire sessions list` shows it.")]
 
 app = typer.Typer(help="List, show and end the rollout sessions of agents.", no_args_is_help=True)

@@ -42,8 +42,8 @@ class Fields:
     Attributes:
         row: The row.
         used: Columns that were read.
-        tools: Those that are with the messages in one column, as OpenAI's pairs have them.
-        remarks: What a person should know of how it was read, in words that are the same for other rows.
+        tools: Tools in one column with the messages, as OpenAI's pairs have them.
+        remarks: Sentences for a person on how the row was parsed, in words that are the same for other rows.
     """
 
     def __init__(self, row: Row, mapping: Mapped) -> None:

@@ -71,7 +71,7 @@ class Prompt:
 
     Attributes:
         prompt: Messages.
-        answer: What a reward compares with; None if the row has none.
+        answer: The reference answer for a reward; None if the row has none.
         columns: The whole row.
         place: File and line that it came from.
     """

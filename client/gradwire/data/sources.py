@@ -33,7 +33,7 @@ class DataError(ValueError):
 
     Attributes:
         place: Where the row is: a file and its line, or a data set and its row.
-        reason: What is wrong with it.
+        reason: The row's fault.
         unnamed: Fields whose columns were not recognised, and which a mapping can name.
         skipped: Where no row can be used: the errors of all of them.
     """

@@ -1,4 +1,4 @@
-"""Which engine of a fleet is on which node: computed from the plan and the nodes alone."""
+"""Placement of a fleet's engines on nodes, computed from the plan and the nodes alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def place(plan: Plan, nodes: Mapping[str, Resources], placed: Mapping[str, str])
     those for which there is no room are left out.
 
     Args:
-        nodes: What each node that takes engines has for them, by node.
+        nodes: Resources for engines of each node that takes them, by node.
         placed: The node of each engine that is running; those on other nodes are placed again.
     """
     free = {node: dict(resources) for node, resources in nodes.items()}

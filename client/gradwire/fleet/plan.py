@@ -27,7 +27,7 @@ class Group(BaseModel):
     Attributes:
         name: The engines are called NAME-0, NAME-1, and so on, by the server, too.
         engines: How many; "all" for as many as the nodes have room for.
-        cpus, gpus, resources: What Ray sets aside for each, of one node. An engine has as many ranks as GPUs.
+        cpus, gpus, resources: Resources that Ray reserves for each, on one node. An engine has as many ranks as GPUs.
         options: Options of `gradwire engine`, as ``{model: [tiny=/models/tiny], threads: 4}``.
     """
 

@@ -89,7 +89,7 @@ def reward_of(reward: str | Mapping[str, float], models: Mapping[str, Scorer] = 
     """Make the reward that the setting ``reward`` describes. Functions of one's own run in the sandbox.
 
     Args:
-        models: Those that are trainings, from :func:`reward_models`.
+        models: The rewards that are trainings, from :func:`reward_models`.
 
     Raises:
         SettingsError: Its code cannot be loaded, or is no reward.
@@ -200,7 +200,7 @@ def environment_of(reference: str, arguments: Mapping[str, Any]) -> Environment 
     Args:
         reference: ``FILE.py:NAME`` or ``MODULE:NAME`` of a class or function that makes one, or an entry point of the
             group ``gradwire.environments``.
-        arguments: What it is called with.
+        arguments: Its keyword arguments.
 
     Raises:
         SettingsError: There is none, or it cannot be made.

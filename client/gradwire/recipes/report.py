@@ -57,7 +57,7 @@ def write_report(folder: Path, title: str, settings: Mapping[str, Any], used: st
     """Write ``report.html`` from ``metrics.jsonl``; return its path. Of absolute paths it has the last part alone.
 
     Args:
-        used: What the training used.
+        used: The training's usage.
     """
     curves: dict[str, list[tuple[int, float]]] = {}
     for line in read_jsonl(folder / LOG) if (folder / LOG).exists() else ():

@@ -49,7 +49,7 @@ class RowEncoder:
         service: The service.
         model: The model.
         max_tokens: Longest row.
-        overlong: What is done with a longer one: ``"cut"`` at its end, ``"cut_start"``, ``"skip"`` or ``"raise"``.
+        overlong: Treatment of a longer one: ``"cut"`` at its end, ``"cut_start"``, ``"skip"`` or ``"raise"``.
         on_error: ``"raise"`` or ``"skip"``: what :meth:`fitting` does with a row that the template refuses.
         tell: Whether the first skipped rows are logged.
 

@@ -30,9 +30,9 @@ class Training:
 
     Attributes:
         service, run: The connection and the run.
-        model: What the server says of the model.
-        loggers: Those that the settings name, and the observer if there is one.
-        state: What an earlier call in the folder wrote with its newest checkpoint; {} if none did.
+        model: The server's facts of the model.
+        loggers: The loggers that the settings name, and the observer if there is one.
+        state: The state that an earlier call in the folder wrote with its newest checkpoint; {} if none did.
         peak: The learning rate at its peak.
     """
 

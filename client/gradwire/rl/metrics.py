@@ -108,7 +108,7 @@ class Elapsed:
 
     Attributes:
         began, ended: On one clock, in seconds.
-        amount: What was done in that time, such as tokens; None for the seconds themselves.
+        amount: Work done in that time, such as tokens; None for the seconds themselves.
     """
 
     began: float

@@ -128,11 +128,11 @@ class Telling:
     """Log, metrics and traces of one training.
 
     Args:
-        settings: What is enabled.
+        settings: Enable each of them.
 
     Attributes:
         events, tracer: Always set; they do nothing if disabled.
-        notes: What is enabled, as sentences for the console.
+        notes: The enabled ones, as sentences for the console.
     """
 
     def __init__(self, settings: Observability) -> None:

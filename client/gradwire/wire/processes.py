@@ -48,7 +48,7 @@ class Connected:
     """Base of the objects that hold a connection and so cannot be pickled or copied.
 
     Attributes:
-        elsewhere: What to do in another process instead.
+        elsewhere: Advice for another process, in the error.
     """
 
     elsewhere = "connect there"

@@ -62,7 +62,7 @@ class OptimizerOptions(TypedDict, total=False):
             embeddings, heads, norms and biases by AdamW. Each keeps moments of its own.
         momentum: Of ``"sgd"`` (0.9 by default) and ``"muon"`` (0.95); refused with the others.
         head_learning_rate: Step size of the run's own head; by default the same. A run without one refuses it.
-        decay: What weight decay applies to: ``"all"`` weights, the default, or ``"matrices"`` only (no norms and
+        decay: The weights that decay: ``"all"``, the default, or ``"matrices"`` only (no norms and
             biases).
     """
 

@@ -203,7 +203,7 @@ def ask(
     """Open a dialog that explains an action, shows the code that does the same, and carries it out.
 
     Args:
-        typed: What has to be typed before it can be carried out; "" for nothing.
+        typed: Text to be typed before it can be carried out; "" for none.
         body: Shows what is to be chosen.
     """
     page = ui.context.client.content  # what holds the button may be drawn anew meanwhile

@@ -43,7 +43,7 @@ class Curves:
     """The metrics of records as plots, redrawn by :meth:`show`.
 
     Args:
-        axis, mean, large: What the page's address says: the axis, how many values are averaged, and the large metrics.
+        axis, mean, large: From the page's address: the axis, how many values are averaged, and the large metrics.
         few: Whether there are the large ones alone, and nothing to choose.
     """
 

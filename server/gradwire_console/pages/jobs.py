@@ -262,7 +262,7 @@ def _took(job: gradwire.Job) -> str:
 
 
 def _progress(job: gradwire.Job) -> str:
-    """How far a job is, and how long it takes on if it goes on as so far."""
+    """The steps that a job has taken, and the time that it still needs at its present pace."""
     if not job.total_steps:
         return ""
     done = f"{job.step:,} of {job.total_steps:,} steps"

@@ -32,7 +32,7 @@ def register(workspaces: Workspaces) -> None:
 
 
 def readable(workspace: Workspace, found: list[Rated]) -> list[Rated]:
-    """Those that a key may see: without checkpoints of runs that it may not read."""
+    """The ratings that a key may see: without checkpoints of runs that it may not read."""
     return [each for each in found if "/" not in each.source or each.source.partition("/")[0] in workspace.runs]
 
 

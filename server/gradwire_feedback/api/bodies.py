@@ -16,7 +16,7 @@ ROW_FIELDS = 16
 """Fields that a row of feedback may have: more than it knows, so that a misspelt one is named."""
 BOUNDS = JsonBounds(values=1 << 14, containers=1 << 12)
 ROWS = JsonBounds(values=LIMITS.batch_rows * ROW_FIELDS, containers=LIMITS.batch_rows * ROW_FIELDS)
-"""Of many rows of feedback."""
+"""Bounds of a body with many rows of feedback."""
 
 
 async def check(body: bytes, bounds: JsonBounds) -> None:

@@ -22,7 +22,7 @@ class VersionRow:
     """A row of the table of versions.
 
     Attributes:
-        reward_mean, reward_std: What the reward model predicts for its answers; None after a training on preferences.
+        reward_mean, reward_std: The reward model's predictions for its answers; None after a training on preferences.
         rated: Number of people's scores of its answers, and their mean.
         reward_history: Predicted reward of each training step; empty if its file is missing.
     """

@@ -25,7 +25,7 @@ def shell(agent_id: str, here: str, keys: dict[str, str] | None = None) -> Abstr
 
     Args:
         here: ``"rate"``, ``"ratings"`` or ``"policies"``.
-        keys: What keys do, for the help.
+        keys: The page's keys and their effects, for the help.
     """
     sections = (AGENTS, *((word.title(), f"/{word}/{agent_id}") for word in ("rate", "ratings", "policies")))
     return framed(sections, f"/{here}/{agent_id}", keys)

@@ -84,7 +84,7 @@ def withdraw_ranking(session: Session, agent_id: str, ranking_id: str, by: str, 
     """Take a ranking out of the preferences; its item waits for a rater again.
 
     Args:
-        by: Who does it.
+        by: The person who does it.
         own: Whether only their own rankings are allowed.
 
     Raises:

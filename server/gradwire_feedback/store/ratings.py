@@ -19,7 +19,7 @@ class Rating:
     """A score with what became of it.
 
     Attributes:
-        history: What it was before each change, oldest first.
+        history: The rating before each change, oldest first.
         versions: Versions that were trained on it, as it was then.
     """
 
@@ -112,7 +112,7 @@ def correct(
     """Replace a rating's score, and its note where there is another.
 
     Args:
-        by: Who does it.
+        by: The person who does it.
         own: Whether only their own ratings are allowed.
 
     Raises:

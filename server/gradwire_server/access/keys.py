@@ -36,7 +36,7 @@ WATCH_S = 0.5
 
 
 SESSION_KEY = "gws-"
-"""How the keys of rollout sessions begin."""
+"""Prefix of the keys of rollout sessions."""
 ALONE = Quota(memory_percent=100)
 """Quota of the callers of a server without keys."""
 
@@ -48,7 +48,7 @@ class SessionCall:
     Attributes:
         path: The path of the call, without the session's.
         body: Digest of its body; empty before that was read.
-        idempotency_key: What the client says of a call that it may repeat.
+        idempotency_key: The client's key of a call that it may repeat.
         repeated: Whether the client says that it repeats a call.
     """
 

@@ -45,7 +45,7 @@ class ModelNames:
         return found
 
     def find_or_only(self, name: str, field: str) -> str:
-        """As :meth:`find`; the server's only model if the name is empty.
+        """Find a model like :meth:`find`; an empty name is the server's only model.
 
         Raises:
             ServiceError: UNKNOWN_MODEL; INVALID_ARGUMENT for no name where there are several models.

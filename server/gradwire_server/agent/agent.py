@@ -48,7 +48,7 @@ class Agent:
 
     Args:
         machine: The agent's name, which no other has.
-        settings: What differs from the server's settings.
+        settings: Settings that differ from the server's.
         folder: The agent's own folder, for a server whose checkpoints are in a store.
     """
 

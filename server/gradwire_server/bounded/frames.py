@@ -27,7 +27,7 @@ class ProcessSettings(BaseModel):
     Attributes:
         memory_bytes: Bytes of data that the process may hold.
         niceness: Added to that of the front.
-        memory_setting: What the operator sets to allow more, for messages.
+        memory_setting: The flag by which the operator allows more, for messages.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

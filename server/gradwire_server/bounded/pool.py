@@ -33,7 +33,7 @@ PATIENCE_S = 180.0
 SHORT_PATIENCE_S = 60.0
 """The same for a short request, behind which others wait."""
 NICENESS = 5
-"""Of processes for long requests: the front, the engine and short requests go first."""
+"""Niceness of processes for long requests: the front, the engine and short requests go first."""
 ATTEMPTS = 2
 WRITE_BYTES = 1 << 20
 THREADS = 4

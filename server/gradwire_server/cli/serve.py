@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 HTTP = "127.0.0.1:8000"
-"""Where what was trained is served to OpenAI's clients unless --http says otherwise."""
+"""Default of --http: the address at which a trained model is served to OpenAI's clients."""
 
 
 @dataclass(frozen=True)

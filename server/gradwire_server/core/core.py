@@ -76,7 +76,7 @@ class Core(Startable):
         storage: The state folder: the journal, the rows of runs and checkpoints.
         texts: Conversions between text and token ids.
         runs: Creation, listing and deletion of runs, and their checkpoints; available after :meth:`start`.
-        observed: What people see of runs beside their results; available after :meth:`start`.
+        observed: Views of runs for people, beside results; available after :meth:`start`.
         recordings: Records of runs, to be executed again elsewhere; available after :meth:`start`.
         uploads: Uploaded weights that runs can start from; available after :meth:`start`.
         rollouts: The sessions of agents; available after :meth:`start`.

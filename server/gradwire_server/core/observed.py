@@ -22,7 +22,7 @@ class Observed:
     """Views of the runs of a server.
 
     Args:
-        most_bytes: What the recordings of a run may take.
+        most_bytes: Maximum bytes of a run's recordings.
     """
 
     def __init__(self, scheduler: Scheduler, storage: Storage, files: RecordedFiles, most_bytes: int) -> None:

@@ -43,7 +43,7 @@ async def check_fields(data: bytes, descriptor: Descriptor, limit: int) -> None:
 
 
 def counted(data: bytes, descriptor: Descriptor, limit: int) -> Iterator[None]:
-    """As :func:`check_fields`, in steps."""
+    """Count fields like :func:`check_fields`, in steps."""
     left, inside = limit, [(_messages(descriptor), 0, len(data))]
     while inside:
         messages, place, end = inside.pop()

@@ -1,4 +1,4 @@
-"""Who computes the micro-batches of a pass: one process, or several that each compute some.
+"""Executors of a pass's micro-batches: one process, or several that each compute some.
 
 A pass asks its executor for three things, whoever computes: :meth:`Executor.score` computes all micro-batches,
 :meth:`Executor.backward` goes back through those of this process, and :meth:`Executor.reduce` adds the gradients of all
@@ -70,7 +70,7 @@ class Executor:
         self._gives_way = gives_way
 
     def split(self, *, streams: bool) -> tuple[Executor, Executor]:
-        """Who computes the parts that a loss is evaluated on, and the micro-batches of a part.
+        """Return the executor of the parts that a loss is evaluated on, and that of a part's micro-batches.
 
         Processes share the errors of what they compute different parts of; in lock step those of each part, too,
         because all take part in the next one.
@@ -81,7 +81,7 @@ class Executor:
         return (self, Executor()) if streams else (Executor(), self)
 
     def turns(self, number: int) -> list[Turn]:
-        """Which of so many micro-batches this process computes, lane by lane; in lock step as many as any other."""
+        """This process's turns at so many micro-batches, lane by lane; in lock step as many as any other's."""
         return [Turn(index) for lane in self.own for index in range(lane, number, self.lanes)]
 
     def score(self, what: str, number: int, compute: Callable[[Turn], Scored]) -> list[Scored]:
@@ -135,7 +135,7 @@ class Executor:
         return nullcontext()
 
     def recomputed(self, own: Sequence[bool]) -> tuple[list[bool], bool]:
-        """Of each turn, whether it is computed twice, in lock step by all processes; and whether any is, of anyone."""
+        """Whether each turn is computed twice, in lock step by all processes; and whether any turn of any is."""
         return list(own), any(own)
 
     def in_all(self, own: Sequence[Mapping[Key, Mapping[str, Tensor]]]) -> Sequence[Mapping[Key, Mapping[str, Tensor]]]:
@@ -174,7 +174,7 @@ class GroupExecutor(Executor):
         return max(self._number_of(first, number) for first in range(0, self.lanes, len(self.own)))
 
     def _number_of(self, first: int, number: int) -> int:
-        """How many micro-batches a process has whose lanes begin with this one."""
+        """Number of micro-batches of the process whose first lane is this one."""
         return sum(len(range(lane, number, self.lanes)) for lane in range(first, first + len(self.own)))
 
     def score(self, what: str, number: int, compute: Callable[[Turn], Scored]) -> list[Scored]:

@@ -335,7 +335,7 @@ class GroupAgreement(Agreement):
 
         Args:
             what: Names the place, which is the same in all ranks.
-            error: What has happened in this one, for the message.
+            error: This rank's error, for the message.
 
         Raises:
             GroupBroken: The ranks are in different places.

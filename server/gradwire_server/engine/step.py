@@ -94,7 +94,7 @@ class Step:
         ref_logprobs: ``[T]`` reference log-probabilities, on the policy's device; None if the loss needs none.
         adds_head: Whether the run has no head yet, and the pass needs it to have a value head; see :func:`head_added`.
         dropout_seed: Identifies the run and operation for dropout masks.
-        executor: Who computes the micro-batches.
+        executor: Computes the micro-batches.
         rng: Makes the context in which the loss draws random numbers for a part with this number; by default it draws
             from the generators as they are.
     """
@@ -337,7 +337,7 @@ class LossOnPart:
     Attributes:
         micro: The part; None if it is the whole batch.
         outputs: The scores to return.
-        routers: What the routers of a mixture of experts decided on the part; None for another model.
+        routers: Decisions of the routers of a mixture of experts on the part; None for another model.
         gradients: Key -> score -> gradient.
         totals: 0-d sums of all scores and gradients: not finite if any entry is not, or if a sum overflows.
     """
@@ -379,7 +379,7 @@ def _losses_on(
 
     Args:
         by_name: Scores of each part, on the policy's device.
-        routers: What the routers of a mixture of experts decided on a part alone; None for another model.
+        routers: Decisions of the routers of a mixture of experts on a part alone; None for another model.
     """
 
     def evaluate(step: Step, part: Sequence[MicroBatch], computed: Mapping[str, Tensor]) -> LossOnPart:

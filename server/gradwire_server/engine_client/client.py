@@ -61,7 +61,7 @@ class EngineLife(Protocol):
         """The requests that it was carrying out when it ended.
 
         Args:
-            unanswered: Those without an answer, the oldest first.
+            unanswered: The requests without an answer, oldest first.
         """
 
     async def pulse(self) -> engine_pb2.EnginePulse | None:

@@ -27,7 +27,7 @@ ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(4 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
 }
-"""Of the engine, where nobody says otherwise.
+"""Default environment variables of the engine's process.
 
 OpenMP's threads spin ten thousand times, some 150 to 500 us, before they sleep: most operations of a model follow the
 one before within that time, and waking a thread that sleeps takes as long as many of them. While others want the
@@ -114,7 +114,7 @@ class LocalLife:
         return self.marks.withdraw(request_id)
 
     def suspects(self, unanswered: Sequence[int]) -> Collection[int]:
-        """Where the engine marked nothing, it was carrying out the first."""
+        """The requests that the engine marked as begun; the oldest unanswered one if it marked none."""
         return self.marks.begun or set(unanswered[:1])
 
     async def pulse(self) -> engine_pb2.EnginePulse | None:
@@ -154,7 +154,7 @@ async def launch(
         engines: Number of engines, which share the machine's memory and processors.
         staging: Folder through which it writes all that others are to find; by default beside the places themselves.
         lease_ns: End of its lease, as in :class:`.CrashMarks`; 0 for an engine that needs none.
-        gpus: Those of the visible GPUs that it uses; by default all.
+        gpus: Indices of the visible GPUs that it uses; by default all.
 
     Raises:
         OSError: The process cannot be started.
@@ -188,7 +188,7 @@ def environment(gpus: Sequence[int] | None = None) -> dict[str, str]:
     """Variables of the engine's process: this process's own, and of :data:`ENVIRONMENT` what nobody has set.
 
     Args:
-        gpus: Those of the visible GPUs that it uses; by default all.
+        gpus: Indices of the visible GPUs that it uses; by default all.
     """
     ours = dict(ENVIRONMENT)
     if "OMP_WAIT_POLICY" in os.environ:

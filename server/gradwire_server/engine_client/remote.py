@@ -26,9 +26,9 @@ class RemoteLife:
     """A process of an engine on another machine, and the call of its agent.
 
     Args:
-        lease_s: It is given up after this many seconds without a chunk from the agent.
-        folders: What it writes into; they are deleted when it is given up. Without the first one it can put nothing in
-            a place where others find it. None where the store refuses what it writes too late.
+        lease_s: Seconds without a chunk from the agent after which it is given up.
+        folders: The folders that it writes into; they are deleted when it is given up. Without the first one it can put
+            nothing in a place where others find it. None where the store refuses what it writes too late.
         check: Called with what the engine says first; raises ServiceError if it must not be used.
     """
 
@@ -128,7 +128,7 @@ class RemoteLife:
         return True
 
     def suspects(self, unanswered: Sequence[int]) -> Collection[int]:
-        """Those that the agent named. When its machine or the link is lost, nobody is to be blamed."""
+        """The requests that the agent named; none when its machine or the link is lost, which no request caused."""
         return self._suspects
 
     async def pulse(self) -> engine_pb2.EnginePulse | None:

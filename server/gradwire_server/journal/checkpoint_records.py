@@ -137,7 +137,7 @@ class CheckpointRecords:
         """Provide the folder of a checkpoint or export, to be read only.
 
         Args:
-            named: What its reader calls it, for errors.
+            named: The reader's name for it, in errors.
             check: The file whose bytes are compared with its checksum first; "": of all files.
 
         Raises:

@@ -39,7 +39,7 @@ Query = Callable[[sqlite3.Connection], T]
 
 MAX_GROUP = 512
 RAN_EVERY_S = 10.0
-"""How much of the time for which servers ran a crash may lose."""
+"""A crash may lose this much of the recorded running time."""
 OPEN_S = 1.0
 OPEN_BYTES = 4 << 20
 """How long SQLite's transaction stays open, and how much it may change: what a start after a crash does again."""

@@ -46,9 +46,10 @@ TABLES = (
     PRIMARY KEY (run_id, operation)
 )""",
 )
-"""Of ``history``, ``run_id`` has the point in its record, ``made_by`` carried the operation out (they differ for
-what a fork took over), and ``number`` counts the record's operations of that kind. ``history_kinds`` holds how many
-operations of a kind a record has seen, how many points it keeps of them, and the spacing of these."""
+"""In ``history``, ``run_id`` is the run with the point in its record, ``made_by`` the one that executed the operation
+(they differ for points that a fork took over), and ``number`` counts the record's operations of that kind.
+``history_kinds`` holds how many operations of a kind a record has seen, how many points it keeps of them, and the
+spacing of these."""
 
 CLUSTERED = (
     """CREATE TABLE clustered_history (

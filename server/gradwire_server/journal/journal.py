@@ -48,7 +48,7 @@ class Journal:
 
     Attributes:
         retention: Deletes what is no longer needed.
-        facts: What each run was computed with.
+        facts: The facts that each run was computed with.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Journal:
         Args:
             saved: Whether the result's checkpoint is a new one of the run.
             kept: Why the operation's record and its outcome are kept, if they are.
-            point: What the operation measured.
+            point: The operation's figures.
             with_operation: Whether the operation is still being appended.
             within_s: Seconds for which it may wait for another write to commit with.
 

@@ -201,9 +201,9 @@ class Record:
 
     Attributes:
         create: The request that puts an engine into the state in which the record begins.
-        after_seq, up_to_seq: It holds the operations with numbers in ``(after_seq, up_to_seq]``.
-        facts: What the run was computed with when the record was made.
-        changes: What changed under the run and was accepted, in words.
+        after_seq, up_to_seq: The operations in it have the numbers ``(after_seq, up_to_seq]``.
+        facts: The facts that the run was computed with when the record was made.
+        changes: Accepted changes under the run, in words.
         checkpoints: Digests of the files of tensors of its checkpoints, by name and file, with the checkpoint's number.
         signed_by: Fingerprint of the key that signed it; empty if nobody did.
     """

@@ -33,7 +33,7 @@ class RecordedFiles:
     """The recordings of a state folder. Its methods block.
 
     Args:
-        most_bytes: What the recordings of one run may take; its oldest are deleted beyond that.
+        most_bytes: Maximum bytes of one run's recordings; its oldest are deleted beyond that.
     """
 
     def __init__(self, state_dir: Path, most_bytes: int) -> None:

@@ -61,7 +61,7 @@ class _Log:
         operations: The newest record of each: a number that was refused may have been used again.
         results: The first record of each: a result that is stored is not replaced.
         commits: The newest commit.
-        cut: What is wrong with segments that could not be read to their end.
+        cut: Faults of segments that could not be read to their end.
         old: Number of records of version 1, which do not say what they are.
     """
 
@@ -406,8 +406,8 @@ class Salvaged:
     """Rows of a run that neither segments nor the run's folder repeat.
 
     Attributes:
-        facts: What the run was computed with, oldest first.
-        points: What its operations measured, in order; points that were damaged are left out.
+        facts: The facts that the run was computed with, oldest first.
+        points: The points of its record, in order, without damaged ones.
     """
 
     facts: list[Facts] = field(default_factory=list)

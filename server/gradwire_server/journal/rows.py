@@ -40,7 +40,7 @@ class JournalEntry:
         deaths: Number of engines that died while they executed it.
         location: Where its payload is; None if it has none or it was dropped.
         damaged: Whether the row does not match its digest.
-        outcome: What repeating it must give again (:func:`parse_outcome`); None if that is not known.
+        outcome: The outcome that repeating it must give again (:func:`parse_outcome`); None if unknown.
         replay_s: Seconds that the engine took for it; 0 if a recovery leaves it out, or if that is not known.
     """
 

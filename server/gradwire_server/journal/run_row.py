@@ -48,7 +48,7 @@ class RunRecord:
         checkpoints: Its checkpoints by name.
         read_back: Those that were read back since the server began, by name.
         readers: Names of other keys that may read it.
-        changes: What changed under it and was accepted, oldest first.
+        changes: Accepted changes under it, oldest first.
     """
 
     run_id: str

@@ -27,9 +27,9 @@ where an operation was cut into other micro-batches or computed together with ot
 
 
 MAX_CHANGES = 5
-"""So many are told where a run does not go on; its note has all of them once they are accepted."""
+"""Most changes named in the error of a run that does not go on; its note has all of them once they are accepted."""
 LOSS = "loss "
-"""How the name of a loss's fact begins."""
+"""Prefix of the name of a loss's fact."""
 
 
 class RunChanged(Exception):
@@ -62,7 +62,7 @@ class RunFacts:
         self._consents[run_id] = by or "its owner"
 
     def accepted_by(self, run_id: str) -> str:
-        """Who lets a run go on with whatever changed; empty if nobody does."""
+        """The key or flag that lets a run go on with whatever changed; empty if none does."""
         return self._consents.get(run_id) or ("--accept-changes" if self._accept_changes else "")
 
     def restored(self, run_id: str) -> None:

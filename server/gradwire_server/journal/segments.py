@@ -48,7 +48,7 @@ class Record:
 
     Attributes:
         commit: Number of the commit that it was written for; 0 in version 1.
-        description: What it is; empty in version 1.
+        description: Its serialized description; empty in version 1.
         end: Offset of the byte after it.
     """
 

@@ -25,7 +25,7 @@ class StoredSession:
     Attributes:
         session: It, with the counts of its turns.
         key_digest: SHA-256 of its key.
-        idempotency_key, request: What tells a repeated creation from another.
+        idempotency_key, request: Tell a repeated creation from another.
     """
 
     session: sessions.RolloutSession

@@ -31,7 +31,7 @@ class Storage:
         folders: The store of their checkpoints and exports, and of uploads.
         checkpoints: The rows of their checkpoints.
         jobs, files, sessions: The rows of jobs, of files, and of rollout sessions.
-        usage: What keys have used.
+        usage: The usage of every key.
     """
 
     def __init__(self, config: ServerConfig) -> None:

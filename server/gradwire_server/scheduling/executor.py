@@ -88,7 +88,7 @@ class Executor:
 
         Args:
             item: For which it is, which decides on the engine.
-            doing: What the engine does, for the error.
+            doing: The engine's work, in words for the error.
 
         Raises:
             ServiceError: The engine's own error; ENGINE_UNAVAILABLE if it died :data:`DEATHS` times on the way.

@@ -17,7 +17,7 @@ class HeldOperations:
     """Count of a run's operations without a result, and of parts of its next batch; the checks of their limits.
 
     Args:
-        usage: What the run's key holds; shared by its runs.
+        usage: The usage of the run's key; shared by its runs.
 
     Attributes:
         operations: Number of the run's operations without a result.

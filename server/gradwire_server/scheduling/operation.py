@@ -168,7 +168,7 @@ class QueuedOperation:
         deaths: Number of engines that died while they executed it.
         answer: The pending answer of the engine to which it was sent.
         may_spread: Whether several engines may execute it.
-        spread: What executes it on several engines; None if one does.
+        spread: Its samples in progress on several engines; None if one engine executes it.
         full_since: Monotonic time at which it first found the disk full; None if it has not.
         batch: Its payload, to be recorded with its result; None if it is not recorded.
         not_before: Monotonic time before which it is not sent to the engine again.

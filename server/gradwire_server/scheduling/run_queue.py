@@ -88,8 +88,8 @@ class RunQueue(Fencing):
     Only the queue changes the states of its operations and the progress in the run's record.
 
     Attributes:
-        usage: What the run's key holds; shared by its runs.
-        held: What the operations without a result hold of the limits.
+        usage: The usage of the run's key; shared by its runs.
+        held: The share of the limits that operations without a result hold.
         window: Operations that wait for a missing number, by number.
         pending: Admitted operations without a result, by number; in an OrderedDict, as a plain dict is slow to
             show its first item once others were popped in front of it.
@@ -98,7 +98,7 @@ class RunQueue(Fencing):
         handing: Lock held while an operation is sent to the engine; keeps them in order.
         finishing: Lock held while an answered operation waits for its journal write; keeps results in order.
         holder: The process of an engine that holds the run, or held it until it ended; None for none.
-        recovery_cost: What a recovery would replay, and how long it would take.
+        recovery_cost: The operations that a recovery would replay, and their time.
         log: Its newest operations with a result.
         closed: Error for readers and writers once the run is closed.
         parked: Why and since when the run is parked; None if it is not. See :class:`.Parking`.

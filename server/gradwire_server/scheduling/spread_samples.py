@@ -145,7 +145,7 @@ class SamplesInParts:
     """Samples in progress on several engines, as one request.
 
     Attributes:
-        answer: What one engine would answer to the whole request.
+        answer: The answer that one engine would give to the whole request.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ LEAST_TOKENS = 128
 SAMPLES_AHEAD = 128
 """Requests for samples in the engine from which on only keys that have none there send one."""
 KEY_SAMPLES_AHEAD = 64
-"""Those of one key while keys share the server."""
+"""Requests for samples of one key in an engine while keys share the server."""
 MOST_SAMPLES = SLOTS - SMALL_AHEAD - AHEAD
 """Requests for samples that may be in the engine, which has a slot for each request."""
 
@@ -175,7 +175,7 @@ class Visit:
 
     Attributes:
         owner: The key that it counts for.
-        load: What it is for the engine; by default that of a request whose size is not known.
+        load: Its load on the engine; by default that of a request whose size is not known.
         run: The run whose engine it needs; None for any engine with its model.
         model: The model that it needs; "" for any.
         engine: The engine that it is for, while that has a process.
@@ -195,7 +195,7 @@ class EngineQueue:
     """An engine, with the runs that are placed on it and what waits for it.
 
     Attributes:
-        fair_queue: What waits for it, and how much is in it.
+        fair_queue: The items that wait for it, and the counters of its requests.
         sizes: Bytes of the runs that are placed on it, by run id.
         drains: Whether nothing more is placed on it.
     """

@@ -1,4 +1,4 @@
-"""Which store a state folder's checkpoints are in: noted in both, so that neither is used with another.
+"""The claim of a state folder on the store of its checkpoints: noted in both, so that neither is used with another.
 
 A folder that had its checkpoints in itself, and is started with a store, moves them there first.
 """
@@ -22,7 +22,7 @@ NOTE = "store.json"
 
 @dataclass(frozen=True)
 class Claim:
-    """Where the checkpoints of a state folder are.
+    """The place of a state folder's checkpoints.
 
     Attributes:
         url: Address of the store; "" for the state folder itself.

@@ -46,7 +46,7 @@ class ObjectStore(Store):
 
     Args:
         bucket: The bucket, below the prefix of this store.
-        cache: What was written and read lately, on this machine.
+        cache: Copies on this machine of recently written and read folders.
     """
 
     def __init__(self, bucket: Bucket, cache: Cache) -> None:

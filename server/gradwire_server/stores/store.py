@@ -46,7 +46,7 @@ class Place:
     """Where a folder is.
 
     Attributes:
-        owner: What it belongs to and goes with: ``runs/RUN_ID`` or ``uploads/UPLOAD_ID``.
+        owner: The run or upload with which it is deleted: ``runs/RUN_ID`` or ``uploads/UPLOAD_ID``.
         name: Its name there, such as ``checkpoints/step-10``.
     """
 
@@ -184,7 +184,7 @@ class Store(ABC):
         """Look for what a crash or a fault has left: say a sentence for each missing, torn or superfluous part.
 
         Args:
-            owners: Those that exist; what belongs to others is superfluous.
+            owners: The owners that exist; folders of others are superfluous.
             tidy: Whether to delete what is superfluous.
 
         Returns:

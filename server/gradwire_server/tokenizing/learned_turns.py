@@ -47,10 +47,10 @@ class Row:
     """A text with learned turns.
 
     Attributes:
-        text: What the template writes, or is put together of what it writes.
+        text: The template's text, or one put together of its pieces.
         count: Messages of the conversation that it holds.
-        messages: Those that the template wrote; None for a text that is put together.
-        spans: What is learned.
+        messages: The messages that the template wrote; None for a text that is put together.
+        spans: The learned spans of the text.
         starts: Where learned turns begin.
         last: Index of the last message that is learned.
     """
@@ -81,7 +81,7 @@ class LearnedTurns:
     Args:
         form: The template.
         messages: As :func:`gradwire_proto.chat.plain` gives them.
-        text: What the template writes for all of them.
+        text: The template's text for all of them.
         marks: The spans that the template marks in a text that it wrote; None for a template without such marks.
         sampled: Where sampled tokens stand in the text: message -> span. They are the turn, whatever the template
             writes.
@@ -89,7 +89,7 @@ class LearnedTurns:
 
     Attributes:
         rows: The rows, that of the whole conversation first, even if nothing of it is learned.
-        remarks: What a person should know of them.
+        remarks: Sentences for a person on the rows.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class LearnedTurns:
         """A text that begins with the prompt and goes on with the turn as the model writes it; None if there is none.
 
         Args:
-            through: What the template writes up to the turn, behind another prompt.
+            through: The template's text up to the turn, behind another prompt.
         """
         before, message = self._messages[:index], self._messages[index]
         content = message.get("content")

@@ -15,7 +15,7 @@ class TokenizerSettings(ProcessSettings):
     Attributes:
         files: Path of each model's ``tokenizer.json``, by model name.
         models: Path of each model that a caller may name, by name.
-        named_first: Those that were loaded at the start.
+        named_first: Names of the models that were loaded at the start.
     """
 
     files: dict[str, str]

@@ -1,4 +1,4 @@
-"""Which trainer a file is of."""
+"""Recognition of the trainer that a file was written for."""
 
 from __future__ import annotations
 

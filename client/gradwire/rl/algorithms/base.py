@@ -339,7 +339,7 @@ class Algorithm(ABC):
 
         Args:
             version: Number of optimizer steps that the run has taken.
-            loaded: They may have changed without a step.
+            loaded: Whether the weights may have changed without a step.
         """
         if version == self.version and not loaded:
             return

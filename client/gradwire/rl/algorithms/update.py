@@ -26,7 +26,7 @@ class Update:
     Attributes:
         iteration, version: See above; the run counts the steps, and none that it skipped.
         accumulated: Minibatches since the last optimizer step.
-        parts: What the iteration was trained on so far.
+        parts: The parts that the iteration has trained on so far.
     """
 
     def __init__(self, run: Any, config: AlgorithmConfig, iteration: int, version: int) -> None:

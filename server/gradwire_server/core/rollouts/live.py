@@ -155,7 +155,7 @@ class RolloutCall:
         """Set how to sample.
 
         Args:
-            call: What the agent asks for; changed.
+            call: The agent's settings, which are changed.
             given: Names of its fields that the agent has set.
 
         Raises:

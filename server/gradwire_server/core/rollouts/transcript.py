@@ -126,7 +126,7 @@ class Transcript:
         return "compaction" if known - 1 < size < self.turns[leaf].num_messages else "edit"
 
     def known(self, asked: Asked) -> int:
-        """How many messages of a conversation begin an earlier one, its settings counted as one more; 0 for none."""
+        """Number of first messages shared with an earlier conversation, the settings counted as one; 0 for none."""
         return next((at for at in range(len(asked.chain), 0, -1) if asked.chain[at - 1] in self._sizes), 0)
 
     def used(self) -> list[bool]:

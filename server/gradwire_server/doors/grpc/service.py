@@ -34,7 +34,7 @@ SLICE_FRAMES = 4
 ACKS_WAIT_S = 0.02
 """How long an acknowledgement waits for others if the client waits for none: a message costs either side 0.2 ms."""
 ANSWERED_ACKS_WAIT_S = 0.2
-"""How long it waits besides if its operation has a result by then, which tells the client the same."""
+"""Further wait of an acknowledgement whose operation has a result by then, which tells the client the same."""
 
 
 def _broken(message: str) -> ServiceError:

@@ -92,7 +92,7 @@ REFUSAL_CODES = {
     415: pb.ERROR_CODE_INVALID_ARGUMENT,
     421: pb.ERROR_CODE_PERMISSION_DENIED,
 }
-"""Of the statuses with which requests of browsers are refused."""
+"""Error codes of the statuses with which requests of browsers are refused."""
 
 
 class HttpDoor(Door):

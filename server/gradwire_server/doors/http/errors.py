@@ -32,8 +32,8 @@ _CORE_NAME = re.compile(r"\brun-[a-z2-7]{16}(?:/[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-
 LOGGED = "gradwire.logged"
 """Key of a scope whose unforeseen error was logged and answered."""
 CONFLICT = 409
-"""Of an idempotency key that has made something else. Most clients repeat it, unless they are told not to; Tinker's
-repeats it all the same, and its numbers that are used again are 422."""
+"""Status of an idempotency key that has made something else. Most clients repeat the request unless told not to;
+Tinker's always repeats it, so its numbers that are used again are 422."""
 HTTP_STATUS: dict[Code, int] = {
     pb.ERROR_CODE_UNSPECIFIED: 500,
     pb.ERROR_CODE_INTERNAL: 500,

@@ -1,4 +1,4 @@
-"""How far two computations of the same numbers are apart, for the checks of models and kernels at load."""
+"""Distance of two computations of the same numbers, for the checks of models and kernels at load."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Placement:
         device: ``"cpu"``, ``"cuda"`` (the first GPU), or ``"cuda:N"``.
 
     Attributes:
-        note: What a person should know about the choice; empty if nothing.
+        note: A sentence for a person on the choice; empty for none.
         parts: Number of parts that the weights of a model are divided into, of which this process holds one.
     """
 

@@ -88,7 +88,7 @@ class Policy:
         """Activate these weights and the mode (dropout, gradient checkpointing); free if they are active already.
 
         Args:
-            activations: What becomes of the activations in training mode.
+            activations: How activations are handled in training mode.
         """
         recompute = self.gradient_checkpointing or Activations.RECOMPUTE in activations
         self.split_model.activate(
@@ -159,7 +159,7 @@ class Policy:
             positions: ``[P]`` indices into the tokens; by default all of them.
             sharing: ``[G]`` numbers of consecutive sequences whose common prefixes are computed once.
             training: Apply the run's dropout and gradient checkpointing.
-            activations: What becomes of the activations in training mode.
+            activations: How activations are handled in training mode.
             router_sums: Receives what the routers of a mixture of experts decide, as :data:`.routers.ROUTER_SCORES`.
             images: The image tokens among the tokens, if there are images.
             arranged: The sequences as of :meth:`arranged`, if that is known already.

@@ -17,7 +17,7 @@ from torch import Tensor
 MIN_SAVED = 16
 """Minimum number of tokens that a node must save; below it the extra attention calls cost more."""
 MIN_PART = 32
-"""It must also save one in so many of the tokens that its sequences have from there on."""
+"""A node must also save one in this many of the tokens that its sequences have from its start on."""
 
 
 class Branch(NamedTuple):
@@ -56,7 +56,7 @@ def neighbours(keys: Tensor, lengths: Tensor, sequences: Sequence[int]) -> Neigh
 
     Args:
         keys: ``[N]`` numbers that are equal where tokens are, below 2^31.
-        sequences: Those to sort.
+        sequences: The sequences to sort.
     """
     numbers = keys.numpy().astype(np.int32)
     stops: list[int] = lengths.cumsum(0).tolist()

@@ -148,7 +148,7 @@ class SplitModel:
         adapters: Its LoRA adapters; None while there are none.
         mixed: Whether the trunk computes in bfloat16 (autocast) with float32 weights.
         weight_bytes: Bytes of the weights that it was loaded with.
-        vision: What turns images into states of their tokens; None for a model of text.
+        vision: The part that turns images into states of their tokens; None for a model of text.
         packing: Form in which the model takes ragged sequences; padded until
             :func:`.packing_check.choose_packing` finds a better one.
         replays: Whether a forward of one token of every row may be replayed as a graph of kernels.

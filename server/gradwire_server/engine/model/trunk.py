@@ -1,4 +1,4 @@
-"""Which part of a transformers model ends in the hidden states that its output head takes."""
+"""The trunk of a transformers model: the part that ends in the hidden states for its output head."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Asked:
         images: Images of the prompts; None for prompts without.
         candidates: Token ids to score in each place of the prompts.
         draws: Tokens to draw in each place of the prompts; None for none.
-        owner: Whom the samples are for.
+        owner: The key that the samples are for.
         alone: Whether no other samples may go through the model with these.
         salt: Of those whose prompts' known beginnings may be used.
     """

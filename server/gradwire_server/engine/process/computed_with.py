@@ -71,7 +71,7 @@ class ComputedWith:
         )
 
     def machine(self) -> dict[str, str]:
-        """Those that are the machine's."""
+        """The facts of the machine."""
         device = self._pool.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         return {"device": name, "threads": str(torch.get_num_threads())}

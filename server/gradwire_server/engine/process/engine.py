@@ -65,7 +65,7 @@ class Engine:
 
     Args:
         settings: Models, devices and memory; :meth:`hello` reads and reports the facts of ``settings.models``.
-        agreement: What the processes of the engine agree on; by default it is the only one.
+        agreement: This process's agreement with the engine's others; by default there are none.
         share: Its share of the machine; by default it has no other engine beside it.
         tracing: Destination of the operations' spans; by default they are dropped.
         staging: As for :func:`.open_store`.

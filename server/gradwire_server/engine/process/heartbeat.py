@@ -18,7 +18,7 @@ from gradwire_server.engine_link.vitals import BEAT_S
 
 
 class MemoryOwners:
-    """Who holds the engine's memory. It is read by a thread beside the one that computes.
+    """The holders of the engine's memory. It is read by a thread beside the one that computes.
 
     Args:
         context: The engine's parts, before any model is loaded.

@@ -1,4 +1,4 @@
-"""Which rows join a batch next, and which leave it when its key-value cache is full.
+"""Choice of the rows that join a batch next, and that leave it when its key-value cache is full.
 
 Room is taken as tokens come, so a batch may run out of it. Rows then leave and are computed again later, with the same
 tokens, because their random numbers belong to them (Kwon et al. 2023, arXiv:2309.06180, "recomputation").

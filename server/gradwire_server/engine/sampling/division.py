@@ -56,7 +56,7 @@ class Division:
         """See :meth:`.agreement.Agreement.attempt`; a failure concerns this process alone.
 
         Args:
-            model: What the step computes with.
+            model: The copy of the model that the step computes with.
         """
         agreement = self._agreement
         if not (self._divides and agreement.lock_step):

@@ -236,7 +236,7 @@ class LocalJob:
         """Record a row's finished sample.
 
         Args:
-            by_token: It ended with one of :attr:`ends`.
+            by_token: Whether it ended with one of :attr:`ends`.
             text: The text before the stop string if it ended with one, else None.
             top: ``[tokens, k]`` the most probable tokens in each place, if ``top_logprobs`` are wanted.
         """

@@ -1,4 +1,4 @@
-"""How many tokens of prompts to compute between two tokens of the samples that somebody reads as they grow.
+"""The number of prompt tokens to compute between two tokens of the samples that somebody reads as they grow.
 
 A batch's step makes a token of every sample, and may compute prompts beside it. While a stream is in progress, prompts
 are computed in parts that take ``SHARE`` steps without prompts, of all batches together. How many tokens that is

@@ -88,7 +88,7 @@ def begun(
     """The columns of rows that join.
 
     Args:
-        left: What rows had that left before.
+        left: The state of rows that left before.
         kind: Returns the number of a job's drawing parameters.
         step: The step at which they join.
         speculates: Whether their next tokens are drafted.

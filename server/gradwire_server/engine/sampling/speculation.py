@@ -1,4 +1,4 @@
-"""Which rows of a batch compute drafts of their next tokens, and how long ones.
+"""Choice of the rows of a batch that compute drafts of their next tokens, and of the drafts' lengths.
 
 A forward takes several tokens of a row, each of which attends to what is before it, as it takes one of several rows.
 What is drawn is the same as without drafts where the bits of a token's states do not depend on how many tokens are

@@ -44,7 +44,7 @@ READ_SCORES = VOCABULARY_SCORES | {"values", "divergence"}
 
 
 class Alike(NamedTuple):
-    """Which scored tokens are the same prediction after the same tokens.
+    """The scored tokens that are the same prediction after the same tokens.
 
     Attributes:
         first: ``[D]`` the first scored token of each distinct one.
@@ -248,7 +248,7 @@ def compute_scores(
     Args:
         scorings: One, or several with positions and without images, of policies that satisfy
             :func:`.shared_forward.can_go_together`, in training mode.
-        activations: What becomes of the activations in training mode.
+        activations: How activations are handled in training mode.
     """
     first, device = scorings[0], scorings[0].policy.device
     routers: dict[str, Tensor] | None = {} if ROUTER_SCORES & set(first.names) else None

@@ -44,7 +44,7 @@ class Budget:
         logits_elements: Maximum number of logits in memory at once.
         kept_logits: Maximum number of logits kept for a micro-batch's backward; others are recomputed.
         kept_tokens: Maximum computed tokens of a micro-batch whose activations are kept.
-        beyond: What becomes of the activations of larger micro-batches.
+        beyond: How the activations of larger micro-batches are handled.
         whole_tokens: Maximum computed tokens of those whose feed-forward layers compute all tokens at once.
         image_cost: Computed tokens that one image token counts as in these limits, beside itself: what the vision part
             of the model takes for it. An image counts once in a micro-batch, however many rows show it.
@@ -83,7 +83,7 @@ class MicroBatch:
         sequences: ``[s]`` their sequences in the whole batch.
         tokens: ``[t]`` their scored tokens in the whole batch.
         computed_tokens: Number of tokens that go through the trunk, and what its images count as.
-        activations: What becomes of its activations until its backward.
+        activations: How its activations are handled until its backward.
     """
 
     batch: Batch
@@ -129,7 +129,7 @@ class _Examples:
 
     Attributes:
         sizes: Sequences of each if they are padded, else its tokens.
-        widths: What this is multiplied by: tokens of the longest sequence, or 1.
+        widths: Factor of each size: tokens of the longest sequence, or 1.
     """
 
     def __init__(self, batch: Batch, packing: Packing, images: _Images) -> None:

@@ -33,7 +33,7 @@ LEAST_LOG = -1e3
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """Which scores to compute, and how.
+    """The scores to compute, and how.
 
     Attributes:
         temperature: Divides the logits.

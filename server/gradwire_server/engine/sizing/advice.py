@@ -136,7 +136,7 @@ def _changes(estimate: Estimate) -> Iterator[str]:
 
 
 def _with_fewer_runs(estimate: Estimate) -> Estimate | None:
-    """As many runs as fit, or None if not even one does; with fewer runs the server takes larger micro-batches."""
+    """Estimate as many runs as fit; None if not one does. With fewer runs the server takes larger micro-batches."""
     other = estimate
     for _ in range(3):
         runs = other.workload.runs + more_runs(other)

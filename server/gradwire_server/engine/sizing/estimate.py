@@ -43,7 +43,7 @@ SCORES = {"": "logprobs", "value": "values", "reward": "rewards"}
 
 @dataclass(frozen=True)
 class Device:
-    """Where the engine computes.
+    """The device that the engine computes on.
 
     Attributes:
         kind: ``"cpu"`` or ``"cuda"``.
@@ -68,7 +68,7 @@ class Workload:
         checkpointing: Whether activations are always recomputed in the backward pass, also where they would fit.
         quantize: How the frozen base holds its linear layers; None in ``dtype``.
         references: ``"base"``, or folders, configurations and hub names.
-        image_tokens: Those of each row's tokens that are of images.
+        image_tokens: Number of each row's tokens that are of images.
         shared_tokens: First tokens that all rows have in common, which are computed once in a micro-batch.
         ranks: Number of ranks, each on a device of its own; everything else is of one of them.
         divided: Whether the weights are divided among them.
@@ -112,7 +112,7 @@ class Estimate:
         context_length: Of the model, in tokens.
         trained_parameters: Of each run.
         parts: Name -> bytes; the names are those of :data:`PARTS`.
-        chosen: What becomes of the micro-batch's activations.
+        chosen: How the micro-batch's activations are handled.
         microbatch_rows: Rows that go through the model together.
         budget: The engine's limits for an operation.
         key_value_token_bytes: Keys and values of a sampled token.
@@ -172,7 +172,7 @@ class Estimate:
 
     @property
     def vllm_weight_bytes(self) -> int:
-        """Of these, its copy of the weights."""
+        """The part of :attr:`vllm_bytes` that its copy of the weights takes."""
         return self.num_parameters * self.workload.dtype.itemsize if self.workload.vllm else 0
 
     @property

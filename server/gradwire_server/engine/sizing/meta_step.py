@@ -33,9 +33,9 @@ class StepBytes:
     """Bytes of a micro-batch's forward and backward, beside weights and gradients.
 
     Attributes:
-        activations: What autograd keeps of the trunk.
-        logits: What scoring adds to that for the backward.
-        passing: What exists for a moment only, at the peak.
+        activations: Tensors of the trunk that autograd keeps.
+        logits: Tensors that scoring keeps besides for the backward.
+        passing: Temporary tensors at the peak.
     """
 
     activations: float
@@ -114,7 +114,7 @@ def step_bytes(
         tokens: Tokens of each row.
         names: Scores that the loss reads.
         budget: Limits for the logits.
-        activations: What becomes of the activations, besides what the policy's own setting says.
+        activations: How activations are handled, besides the policy's own setting.
         kind: The device that computes.
         most_operations: How many operations are computed at most; None for any number.
         shared_tokens: First tokens that the rows have in common.

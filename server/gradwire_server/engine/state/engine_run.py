@@ -48,7 +48,7 @@ class EngineRun:
         ema: Moving average of the weights, without head; None until something uses it.
         ema_version: Number that is unique in this process for each set of weights in ``ema``.
         advisor: Hints about the metrics of its losses.
-        told_activations: What the log has said about its activations.
+        told_activations: The ways of handling its activations that were logged.
     """
 
     def __init__(self, pool: ModelPool, run_id: str, config: training_pb2.RunConfig) -> None:

@@ -31,7 +31,7 @@ from gradwire_server.stores.store import Store, upload_checkpoint, upload_files
 ADAPTER, MODEL = "adapter", "model"
 ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
 MAX_HEADER_BYTES = 100_000_000
-"""Of a file of safetensors, by their definition."""
+"""Largest header of a safetensors file, by the format's definition."""
 BASE_WEIGHT = ".base_layer.weight"
 """End of the name of a base weight, which peft saves with an adapter on the output head or the embedding."""
 TAKEN = {"r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "init_lora_weights"}
@@ -56,7 +56,7 @@ def check_upload(pool: ModelPool, shapes: AdapterShapes, request: pb.BeginUpload
     """Check the descriptions of files against the base model; returns an upload with its settings of LoRA.
 
     Args:
-        shapes: Those of adapters on the pool's models.
+        shapes: Shapes of adapters on the pool's models.
 
     Raises:
         OperationError: INVALID_ARGUMENT or UNSUPPORTED, saying what does not fit.

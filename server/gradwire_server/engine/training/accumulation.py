@@ -27,7 +27,7 @@ class GradientCollector:
 
     Args:
         parameters: The trained parameters by name.
-        executor: Who computes the passes; by default this process alone.
+        executor: Computes the passes; by default this process alone.
 
     Attributes:
         by_key: Key -> parameter name -> summed gradient of this process; valid once the context has ended without an

@@ -38,11 +38,11 @@ class DifferentiableScores:
         keep_single: Keep the graph of a batch with one micro-batch, whatever its size. Use it if the gradient follows
             at once, because recomputing would need as much memory.
         dropout_seed: Identifies the run and operation; used if the policy has dropout.
-        executor: Who computes the micro-batches; by default this process alone.
+        executor: Computes the micro-batches; by default this process alone.
 
     Attributes:
         by_name: For each batch: score name -> ``[T]`` or ``[S]``, detached.
-        routers: What the routers of a mixture of experts decided; None for another model, or several batches.
+        routers: Decisions of the routers of a mixture of experts; None for another model, or several batches.
         by_micro: For each micro-batch its scores for each batch.
         num_microbatches: Number of forwards, without repeated ones.
         recomputed: Whether any micro-batch is computed twice.

@@ -23,7 +23,7 @@ class Command:
 
     Attributes:
         words: The command line.
-        isolated: It isolates the program, or fails.
+        isolated: Whether it isolates the program; it fails where it cannot.
         before: Called first in the new process.
     """
 

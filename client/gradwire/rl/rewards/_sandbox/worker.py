@@ -95,7 +95,7 @@ def fork_worker(
 def fork_sealed(
     function: Any, requests: list[bytes], pipes: Pipes, limits: dict[str, Any], wall: str, folder: str
 ) -> int:
-    """As :func:`fork_worker`, sealed off from the machine by a wall that was begun; it runs nothing without one."""
+    """Fork a worker like :func:`fork_worker`, sealed off by a wall that was begun; without a wall it runs nothing."""
     child = os.fork()
     if child:
         return child

@@ -47,7 +47,7 @@ def grader_of(spec: Any, where: str = "", judge: Judge | None = None) -> Grader:
 
     Args:
         where: Path of the description in a larger one, for errors.
-        judge: Whom graders ask that need a model; without one their samples cannot be graded.
+        judge: The model for graders that need one; without it their samples cannot be graded.
 
     Raises:
         GraderError: It describes none.

@@ -27,7 +27,7 @@ class SampleError(ValueError):
     """A sample that a grader could not grade.
 
     Attributes:
-        kind: What went wrong, in the words of OpenAI's ``errors``.
+        kind: The kind of error, in the words of OpenAI's ``errors``.
     """
 
     def __init__(self, kind: str, message: str) -> None:

@@ -37,7 +37,7 @@ class Python(Grader):
         return _reward_of(outcome)
 
     async def evaluate(self, trajectories: Sequence[Trajectory]) -> list[EvaluateResult]:
-        """As :meth:`Grader.evaluate`, and far cheaper than one by one."""
+        """Evaluate all at once, as :meth:`Grader.evaluate` does; far cheaper than one by one."""
         results = []
         for outcome in await self._outcomes([Sample(each.response, each.ground_truth) for each in trajectories]):
             try:

@@ -254,7 +254,7 @@ class Completion:
         return [pb.TokenIds(ids=ids) for ids in rows or [[part for part in prompt if isinstance(part, int)]]]
 
     async def _offsets(self, call: pb.SampleRequest) -> Callable[[int], TextOffsets]:
-        """How the offsets of a row begin: with its prompt if that is repeated, else behind the prompt's last tokens."""
+        """Return the start of a row's offsets: its prompt if that is repeated, else behind the prompt's last tokens."""
         keep = call.call.keep_special_tokens
         tails: list[list[int]] = [[] for _ in call.prompt_ids]
         known = [""] * len(tails)

@@ -60,7 +60,7 @@ def invalid_field(error: RequestValidationError) -> pb.Error:
 
 
 def _place(parts: Sequence[str | int], body: Any) -> str:
-    """Where a body is wrong, without what pydantic says of the form that it took a part of it for."""
+    """The path to a body's fault, without the names of union members that pydantic adds."""
     names = []
     for part in parts:
         if isinstance(body, list) and isinstance(part, int):

@@ -23,7 +23,7 @@ class Model:
 
     Attributes:
         base: Its base model.
-        source: What the sampler is asked for: the base model, a run, or a run's checkpoint.
+        source: The weights, as the sampler is asked for them: the base model, a run, or a run's checkpoint.
     """
 
     base: str

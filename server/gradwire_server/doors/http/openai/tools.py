@@ -91,9 +91,9 @@ class OfferedTools:
     """The tools of a request.
 
     Attributes:
-        functions: What the template is given.
-        forced: Those of which one must be called; empty if none must.
-        ignored: What of them is not served.
+        functions: The functions that the template is given.
+        forced: The functions of which one must be called; empty if none must.
+        ignored: Names of tools that are ignored.
     """
 
     functions: list[dict[str, Any]] = field(default_factory=list)

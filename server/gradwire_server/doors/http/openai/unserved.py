@@ -30,7 +30,7 @@ class Unserved:
     """The treatment of a field or tool: refused or ignored.
 
     Attributes:
-        refusal: What to do instead; empty: it is ignored.
+        refusal: Advice in the error; empty for a field that is ignored.
         usual: Values of a field that ask for what is done anyway; None is always one.
     """
 
@@ -91,7 +91,7 @@ FIELDS: Mapping[str, Mapping[str, Unserved]] = {
     },
     "count_tokens": _COUNTED,
 }  # fmt: skip
-"""Of each door; a dotted name is a field of a field.
+"""The unserved fields of each door; a dotted name is a field of a field.
 
 ``reasoning_effort`` and what says the same are ignored where the model's template has no word for it.
 """

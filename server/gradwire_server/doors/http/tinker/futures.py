@@ -26,7 +26,7 @@ from gradwire_server.journal.rows import StoredResult
 HOLD_S = 30.0
 """How long a request waits for its result before the client is asked to come again."""
 PAUSE_S = 5.0
-"""How long it waits where the result cannot come for now."""
+"""How long a request waits if its result cannot come for now."""
 
 T = TypeVar("T")
 

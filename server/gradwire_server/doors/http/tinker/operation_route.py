@@ -27,7 +27,7 @@ OPERATIONS = {
     "/save_weights_external": ("save_external", pb.Operation(export=pb.ExportModel())),
     "/load_weights": ("load", pb.Operation(load_checkpoint=pb.LoadCheckpoint())),
 }
-"""Of each route, the kind of its result, and an operation to fail in place of one that cannot be read."""
+"""For each route, the kind of its result, and an operation to fail in place of one that cannot be parsed."""
 
 
 def operation_route(models: Models) -> type[APIRoute]:

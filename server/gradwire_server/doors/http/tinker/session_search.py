@@ -18,7 +18,7 @@ from gradwire_server.doors.http.tinker.store import Metadata, Name, SessionRecor
 
 
 class Owner(BoundedModel):
-    """Whose sessions: ``accessible`` are everybody's for an admin key, and else those of the key."""
+    """The owner of sessions: ``accessible`` is everybody for an admin key, else the key itself."""
 
     type: Literal["own", "accessible", "user"] = "own"
     owner_urns: list[Name] = Field(default=[], max_length=10)

@@ -67,7 +67,7 @@ class SessionRecord(OwnedRecord):
     Attributes:
         ended: Whether the client has said that it is finished.
         finish_reason: Why: ``"success"``, ``"errored"`` or ``"interrupted"``.
-        project_id, display_name: What the client says; a project is no more than a label here.
+        project_id, display_name: The client's labels; a project has no other effect here.
     """
 
     session_id: str
@@ -115,7 +115,7 @@ class SamplerRecord(OwnedRecord):
     Attributes:
         base_model: The model that it samples from; for a checkpoint, the one below it.
         model_path: The path that the client gave; empty for a base model and for an unnamed snapshot.
-        source: What the core samples from: a model's name, or ``RUN_ID/NAME``.
+        source: The core's name of the weights: a model's name, or ``RUN_ID/NAME``.
         snapshot: Whether the source is an unnamed snapshot, which goes with the sampler.
         inflight: Whether it samples from newer snapshots of this kind of its model once there are some.
     """

@@ -68,7 +68,7 @@ class Active:
     def products(
         self, x: Tensor, spans: Sequence[Span], pairs: Sequence[Tensor], scales: Sequence[float]
     ) -> AdapterProducts:
-        """How a layer computes the products of the spans whose adapters are on it."""
+        """Choose how a layer computes the products of the spans whose adapters are on it."""
         alone = exact_kernels() is not None or (sampling_kernels(x) is not None and not torch.is_grad_enabled())
         if len(spans) == 1 or alone:
             return InTurn(spans, scales)
@@ -99,7 +99,7 @@ class SpanLinear(LoraLinear):
     """peft's linear layer, computing with the active spans.
 
     Attributes:
-        active: What to compute with.
+        active: The adapters to compute with.
         pairs: The adapters on this layer, by name; none of them is a module or a parameter of the layer.
     """
 

@@ -41,7 +41,7 @@ class Span(NamedTuple):
 
 
 class AdapterProducts(Protocol):
-    """How the products of all spans of a layer are computed; ``pairs`` are the spans' A ``[R, I]`` and B ``[O, R]``."""
+    """Computes the products of all spans of a layer; ``pairs`` are the spans' A ``[R, I]`` and B ``[O, R]``."""
 
     def add(self, output: Tensor, tokens: Tensor, pairs: Sequence[Tensor]) -> list[Tensor]:
         """Add the products with ``tokens [N, I]`` to ``output [N, O]``; returns what :meth:`gradients` needs."""

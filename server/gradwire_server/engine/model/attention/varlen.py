@@ -32,7 +32,7 @@ LONG = 2048
 FILLED_UP = 512
 """Tokens are filled up to a multiple of this."""
 HEAD_SIZES = (64, 128)
-"""Those that were tried."""
+"""Sizes of heads with which the kernel was tried."""
 
 Varlen = Callable[[Tensor, Tensor, Tensor, Layout, float, int | None], Tensor]
 """Kernel: ``(query [H, M, D], key [K, M, D], value [K, M, D], layout, scale, window) -> [M, H, D]``."""

@@ -52,7 +52,7 @@ class Kernels(Protocol):
         device: The kind.
         tolerance: Largest difference from what they stand for, as a part of the largest number.
         gates: Products of an activated tensor and another.
-        version: What names them, and which they are.
+        version: Name -> version of the kernels.
     """
 
     device: ClassVar[str]

@@ -116,7 +116,7 @@ class Vision:
         return ImageProcessor(self._path, self.image_token, tile_tokens, image_tokens, around)
 
     def marked(self, ids: Tensor) -> Tensor:
-        """Which tokens stand for an image, or are of one."""
+        """Whether each token stands for an image, or is one of an image's tokens."""
         return (ids == self.image_token) | (ids == self.mark)
 
     def expand(self, ids: Tensor, images: Sequence[ProcessedImage]) -> Expanded:

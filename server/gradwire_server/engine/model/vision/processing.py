@@ -45,7 +45,7 @@ class ProcessedImage:
 
     Attributes:
         digest: Digest of the image's content.
-        inputs: What the processor made of it.
+        inputs: The processor's result.
         tokens: The tokens that stand for it in a sequence.
         count: How many of them are image tokens.
     """

@@ -237,7 +237,7 @@ class _ImageTokenCollector:
         return expanded
 
     def joined(self) -> ImageTokens:
-        """Those of all sequences."""
+        """The image tokens of all sequences."""
         positions = torch.cat(self._positions) if self._positions else None
         return ImageTokens(torch.cat(self._places), positions, self._given.images, self._given.model)
 

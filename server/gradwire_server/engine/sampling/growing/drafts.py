@@ -28,7 +28,7 @@ Occurrences = dict[tuple[int, ...], list[int]]
 
 
 def occurrences(tokens: Sequence[int]) -> Occurrences:
-    """Where tokens stand that have others behind them."""
+    """Find the places behind each run of :data:`GRAM` tokens."""
     found: Occurrences = {}
     if len(tokens) <= GRAM:
         return found

@@ -1,4 +1,4 @@
-"""Which pages hold what: allocation, sharing by counted uses, and trees of known pages.
+"""The table of pages: allocation, sharing by counted uses, and trees of known pages.
 
 A full page is known in the tree of its weights and of whoever asked, by a digest of all tokens up to its end: equal
 beginnings have equal pages, whatever prompt or answer wrote them. A page without uses is free, unless it is known and

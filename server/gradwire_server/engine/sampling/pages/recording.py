@@ -76,7 +76,7 @@ class _Recorder(TorchDispatchMode):
     """Notes what is computed in its body.
 
     Attributes:
-        calls: What computes it again.
+        calls: The calls that compute it again.
     """
 
     def __init__(self, memory: Memory) -> None:

@@ -201,7 +201,7 @@ class Samples:
         top: ``[T, k]`` the most probable tokens in each token's place, int32, and their log-probabilities, float32,
             most probable first; None if ``top_logprobs`` is 0.
         num_drafted_tokens: Tokens that were computed before they were drawn; see :class:`.drafts.Drafts`.
-        num_accepted_tokens: Those of them that were drawn.
+        num_accepted_tokens: The number of these that were drawn.
     """
 
     counts: npt.NDArray[np.uint32]

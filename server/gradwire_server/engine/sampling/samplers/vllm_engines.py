@@ -41,7 +41,7 @@ class VllmEngine(ABC):
     """
 
     sleep_level = 1
-    """Of vLLM: keys and values are dropped, and weights move to host memory (1) or are dropped, too (2)."""
+    """Level of vLLM's sleep: keys and values are dropped, and weights move to the host (1) or are dropped, too (2)."""
 
     def __init__(self, key: tuple[str, bool], engine: Any, lora: Any, sampling: Any) -> None:
         self.key = key
@@ -145,7 +145,7 @@ class VllmEngine(ABC):
 
 
 class AdapterEngine(VllmEngine):
-    """Of LoRA runs, and of the base model itself."""
+    """The engine of LoRA runs, and of the base model itself."""
 
     def __init__(self, key: tuple[str, bool], engine: Any, lora: Any, sampling: Any) -> None:
         super().__init__(key, engine, lora, sampling)
@@ -181,7 +181,7 @@ class AdapterEngine(VllmEngine):
 
 
 class WeightsEngine(VllmEngine):
-    """Of runs that train all weights, one of which it holds at a time."""
+    """The engine of runs that train all weights; it holds one of them at a time."""
 
     sleep_level = 2
 

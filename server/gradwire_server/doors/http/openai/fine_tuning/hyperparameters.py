@@ -1,4 +1,4 @@
-"""How OpenAI's hyperparameters become settings of our recipes, and what ``auto`` means.
+"""Translation of OpenAI's hyperparameters, ``auto`` included, to settings of our recipes.
 
 The rules of ``auto``, for R rows with T tokens together (four bytes of the file count as one):
 
@@ -78,7 +78,7 @@ class Resolved:
     Attributes:
         numbers: The hyperparameters, none of them ``auto``.
         settings: Settings of the recipe.
-        warnings: What was asked for and has no effect.
+        warnings: Sentences on requested settings that have no effect.
     """
 
     numbers: dict[str, Any]

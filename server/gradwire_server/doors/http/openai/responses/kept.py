@@ -15,9 +15,9 @@ from gradwire_server.errors import ServiceError
 
 KEPT_S = 24 * 3600.0
 KEPT_BYTES = 16 << 20
-"""Of one key, with everything that was said before; the oldest go first."""
+"""Bytes kept of one key's responses, with everything that was said before; the oldest go first."""
 ALL_KEPT_BYTES = 256 << 20
-"""Of all keys; those of the key that has most go first."""
+"""Bytes kept of all keys' responses; those of the key that has most go first."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Kept:
 
     Attributes:
         content: It, as JSON.
-        items: What was said before it, its input and its output, as JSON.
+        items: The items before it, its input and its output, as JSON.
         inputs: How many of the items were there before the output.
         ids: Of the items of its output.
         until: ``time.monotonic()`` at which it ends.
@@ -69,7 +69,7 @@ class KeptResponses:
         """Keep a response, unless it alone is beyond the bound.
 
         Args:
-            items: What was said before it.
+            items: The items before it.
         """
         self._end()
         output = response["output"]

@@ -90,7 +90,7 @@ class ResponseRequest(SamplingRequest):
         """The same as a request for a chat completion.
 
         Args:
-            items: What was said before, and the input.
+            items: The earlier items, and the input.
         """
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         form = self.text.format if self.text is not None else None

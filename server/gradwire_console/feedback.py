@@ -50,7 +50,6 @@ class Feedback:
     """A feedback service.
 
     Args:
-        url: Its address.
         key: A key of it with the role ``read``; "" where it asks for none.
     """
 

@@ -108,7 +108,6 @@ class Workspace:
     """The runs of one key, live.
 
     Attributes:
-        service: The connection.
         runs: The runs by id, newest first.
         revision: Grows with every change.
         jobs_revision: Grows with every change of a job.
@@ -459,7 +458,6 @@ class Workspaces:
     """The workspaces of a console, one a key; a browser has one by its session.
 
     Args:
-        server: The server.
         own_key: The key of everyone who opens the console on its own machine; None: they sign in.
         read_only: Whether nothing may be changed through this console.
         feedback: The feedback service beside it, if there is one.

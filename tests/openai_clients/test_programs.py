@@ -41,7 +41,7 @@ NEEDS = {
     "outlines": "a client of `openai`; `from_vllm` for expressions and grammars",
     "llm": "`api_base: …/v1` in `extra-openai-models.yaml`",
     "openai (npm)": "`baseURL: …/v1`",
-    "ai (npm)": "`createOpenAI({baseURL: …/v1})`, `createAnthropic` likewise",
+    "ai (npm)": "`createOpenAI({baseURL: …/v1})`, the same for `createAnthropic`",
     "aider": "`--model openai/NAME`, `OPENAI_API_BASE=…/v1`",
     "lm_eval": "see below",
 }

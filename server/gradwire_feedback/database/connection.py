@@ -45,11 +45,7 @@ def driver_url(url: str) -> sa.URL:
 
 
 class Database:
-    """Transactions on the service's database.
-
-    Args:
-        url: The URL, as for `--database`.
-    """
+    """Transactions on the service's database."""
 
     def __init__(self, url: str) -> None:
         self.url = driver_url(url)

@@ -23,8 +23,6 @@ class DeploymentCard:
     typed another share stays as it is.
 
     Args:
-        context: of the service.
-        agent_id: whose page it is.
         may_train: whether to show the fields and buttons.
         act: carries out what a button asks for.
     """

@@ -131,11 +131,11 @@ class _Ratings:
 
 
 class _RatingRow:
-    """
+    """A stored rating with fields to correct it and a button to withdraw it.
+
     Args:
         everyones: Whether whoever looks may know the versions.
         correct: Called with the typed score.
-        withdraw: Called to withdraw.
     """
 
     def __init__(
@@ -181,10 +181,7 @@ class _RatingRow:
 
 
 class _RankingRow:
-    """
-    Args:
-        withdraw: Called to withdraw.
-    """
+    """A stored ranking with a button to withdraw it."""
 
     def __init__(self, ranking: Ranked, withdraw: Callable[[], Awaitable[None]]) -> None:
         self.number = ranking.ranking.number

@@ -19,11 +19,7 @@ CURVES = {
 
 
 class ReportCard:
-    """
-    Args:
-        context: of the service.
-        agent_id: whose page it is.
-    """
+    """The report on a version's training; the newest version's at first."""
 
     def __init__(self, context: Context, agent_id: str) -> None:
         self._context, self._agent_id = context, agent_id

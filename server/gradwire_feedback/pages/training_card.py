@@ -28,10 +28,9 @@ Act = Callable[[Callable[[], Any], str], Awaitable[bool]]
 
 
 class TrainingCard:
-    """
+    """The training of an agent: a form to start one, and the running one's progress.
+
     Args:
-        context: of the service.
-        agent_id: whose page it is.
         may_train: whether to show the buttons.
         act: carries out what a button asks for.
     """

@@ -108,7 +108,6 @@ class Stage:
     """A deployment of the versions under test.
 
     Attributes:
-        weights: Their weights.
         units: By version, the number of distinct users, plus requests without a user, while it was in effect.
     """
 

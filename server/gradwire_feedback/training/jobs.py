@@ -44,13 +44,7 @@ RETRY_AFTER_S = 2.0
 
 
 class JobRunner:
-    """Runs jobs, one at a time; the service has one instance.
-
-    Args:
-        settings: Settings of the service.
-        database: Its tables.
-        server: The training server.
-    """
+    """Runs jobs, one at a time; the service has one instance."""
 
     def __init__(self, settings: Settings, database: Database, server: TrainingServer) -> None:
         self._settings, self._database, self._server = settings, database, server

@@ -26,11 +26,7 @@ RECONNECT_TIMEOUT_S = 600.0
 
 
 class TrainingServer:
-    """Connects to the gradwire server, and restarts an embedded one that ended.
-
-    Args:
-        settings: Settings of the feedback service.
-    """
+    """Connects to the gradwire server, and restarts an embedded one that ended."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

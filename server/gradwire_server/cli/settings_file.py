@@ -36,7 +36,8 @@ class SettingsFile:
 
     @classmethod
     def read(cls, path: Path) -> SettingsFile:
-        """
+        """Read a file of settings.
+
         Raises:
             SettingsError: the file cannot be read, is no YAML, is no mapping, or has a key twice.
         """

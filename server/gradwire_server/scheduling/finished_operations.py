@@ -136,7 +136,6 @@ class RecoveryCost:
     """Counters of one run since its newest checkpoint, and the steps that ended an accumulation without succeeding.
 
     Attributes:
-        work: The work of a recovery.
         since_attempt: The part of it since an automatic checkpoint was last tried.
         loading_s: Seconds that the engine took to make or load the run's state the last time; 0 before the first time.
         saving_s: Seconds that the last automatic checkpoint took; 0 before the first one.

@@ -104,7 +104,6 @@ class Parked:
     """The parked state of a run.
 
     Attributes:
-        error: The reason.
         since: Unix time in seconds.
         attempts: Number of failures in a row.
         trying: Whether the run is being tried again.

@@ -79,7 +79,6 @@ class LearnedTurns:
     """Finds the rows of a conversation.
 
     Args:
-        form: The template.
         messages: As :func:`gradwire_proto.chat.plain` gives them.
         text: The template's text for all of them.
         marks: The spans that the template marks in a text that it wrote; None for a template without such marks.

@@ -25,7 +25,6 @@ class Branch(NamedTuple):
 
     Attributes:
         sequence: Its number.
-        length: Its tokens.
         own: Number of its last tokens that it holds itself.
         nodes: For each node that holds tokens before these: the sequence that holds it, and the first and last of that
             sequence's own tokens; a last one is the one after.

@@ -61,7 +61,6 @@ def carry_out(
     and the other runs are unaffected.
 
     Args:
-        decision: The decision on them.
         operations: One operation, or several that the decision puts together, and the memory limits of each, if it is
             divisible. If memory runs out all the same, it is repeated within the limits decided then.
 

@@ -38,7 +38,6 @@ def choice(settings: EngineSettings, device: Device, gpus: int) -> tuple[EngineS
     """See :func:`chosen`.
 
     Args:
-        device: The device of each rank.
         gpus: Number of GPUs that the engine may use; 0 on a CPU, where several ranks make nothing fit.
     """
     asked = settings.ranks

@@ -56,7 +56,6 @@ class MetaModel:
         path: Folder, ``config.json`` or hub name.
         config: The run's configuration, whose model is :data:`MODEL`.
         quantize: How the frozen base holds its linear layers; None in ``dtype``.
-        kind: The device that it is computed on.
 
     Raises:
         OperationError: UNSUPPORTED if the model is not a causal LM of transformers.

@@ -115,7 +115,6 @@ def step_bytes(
         names: Scores that the loss reads.
         budget: Limits for the logits.
         activations: How activations are handled, besides the policy's own setting.
-        kind: The device that computes.
         most_operations: How many operations are computed at most; None for any number.
         shared_tokens: First tokens that the rows have in common.
 

@@ -19,7 +19,6 @@ class SignedUrls:
 
     Args:
         keys: The keys that may ask for them.
-        secret: The secret that signs them.
         beginning: Their path, relative to the protocol's prefix, up to the token.
     """
 

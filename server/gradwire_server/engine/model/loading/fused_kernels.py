@@ -49,7 +49,6 @@ class Kernels(Protocol):
     """The kernels of a kind of device.
 
     Attributes:
-        device: The kind.
         tolerance: Largest difference from what they stand for, as a part of the largest number.
         gates: Products of an activated tensor and another.
         version: Name -> version of the kernels.

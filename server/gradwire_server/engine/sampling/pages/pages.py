@@ -61,7 +61,6 @@ class PagesRoom:
     """Every prompt's full pages once, and for each row one page of its own.
 
     Args:
-        pages: Pages in use.
         prompts: Prompts whose pages are among them.
     """
 

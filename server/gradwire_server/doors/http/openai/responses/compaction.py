@@ -22,7 +22,6 @@ def compacted(items: Sequence[Mapping[str, Any]], response: Mapping[str, Any]) -
     """The answer to a request for compaction: all messages of the user, and one item with the summary.
 
     Args:
-        items: The conversation.
         response: The answer to :data:`SUMMARIZE`, asked after it.
     """
     asked = [item for item in items if item.get("type", "message") == "message" and item.get("role") == "user"]

@@ -47,6 +47,15 @@ class FileInfo:
     problems: Mapping[int, str] = field(default_factory=dict)
     sha256: str = ""
 
+    @property
+    def problems_text(self) -> str:
+        """How many rows no recipe can use, and the first of them with the reason; empty if all can be used."""
+        if not self.num_problems:
+            return ""
+        first = list(self.problems.items())[:3]
+        said = "; ".join(f"line {line}: {reason}" if line else reason for line, reason in first)
+        return f"{self.num_problems} of {self.num_lines} rows cannot be used: {said}" if self.num_lines else said
+
     @staticmethod
     def from_message(file: pb.File) -> FileInfo:
         return FileInfo(

@@ -329,9 +329,6 @@ class Jobs:
         purpose = "script" if setting == "script" else "fine-tune"
         file = await self._files.upload(path, purpose, idempotency_key=own)
         if file.num_problems:
-            first = list(file.problems.items())[:3]
-            said = "; ".join(f"line {line}: {reason}" if line else reason for line, reason in first)
-            count = f"{file.num_problems} of {file.num_lines} rows cannot be used: " if file.num_lines else ""
             await self._files.delete(file.file_id)
-            raise InvalidArgumentError(f"{path}: {count}{said}", field="data")
+            raise InvalidArgumentError(f"{path}: {file.problems_text}", field="data")
         return file.file_id

@@ -59,8 +59,9 @@ class JobReporter(Observer):
         self._changed.set()
 
     def saved(self, iteration: int, path: str) -> None:
-        self._checkpoints.append(JobCheckpoint(iteration, path, time.time(), dict(self._newest)))
-        self._changed.set()
+        if iteration:  # what a training on rewards begins with is no result
+            self._checkpoints.append(JobCheckpoint(iteration, path, time.time(), dict(self._newest)))
+            self._changed.set()
 
     async def send_on(self) -> None:
         """Send what is told, without end."""

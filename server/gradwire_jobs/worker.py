@@ -77,17 +77,48 @@ def main() -> None:
         raise SystemExit(LOST) from None
 
 
+class _Files:
+    """The files of a job in its folder.
+
+    Args:
+        folder: The job's folder.
+    """
+
+    def __init__(self, service: gradwire.ServiceClient, folder: Path) -> None:
+        self._service, self._folder = service, folder / "files"
+        self._names: dict[str, str] = {}
+
+    async def fetch(self, file_id: str) -> Path:
+        """Download a file, unless an earlier worker has and it is as it was."""
+        await asyncio.to_thread(self._folder.mkdir, exist_ok=True)
+        described = await self._service.files.get(file_id)
+        target = self._folder / f"{file_id}{Path(described.filename).suffix}"
+        self._names[str(target)] = described.filename
+        if await asyncio.to_thread(_sha256, target) != described.sha256:
+            partial = await self._service.files.download(file_id, self._folder / f"{file_id}.part")
+            if await asyncio.to_thread(_sha256, partial) != described.sha256:
+                raise ValueError(f"{described.filename} ({file_id}) was damaged on its way to the job")
+            partial.rename(target)
+        return target
+
+    def named(self, text: str) -> str:
+        """A text in which the files have the names that their owner gave them."""
+        for path, name in self._names.items():
+            text = text.replace(path, name)
+        return text
+
+
 class _Warnings(logging.Handler):
     """Tells the job's owner what the SDK and the recipes warn of."""
 
-    def __init__(self, reporter: JobReporter, folder: Path) -> None:
+    def __init__(self, reporter: JobReporter, files: _Files) -> None:
         super().__init__(logging.WARNING)
-        self._reporter, self._files = reporter, f"{folder / 'files'}/"
+        self._reporter, self._files = reporter, files
         self._loop = asyncio.get_running_loop()
         self.addFilter(lambda record: record.name != log.name)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._loop.call_soon_threadsafe(self._reporter.say, record.getMessage().replace(self._files, ""))
+        self._loop.call_soon_threadsafe(self._reporter.say, self._files.named(record.getMessage()))
 
 
 def _end_with_parent() -> None:
@@ -101,8 +132,9 @@ async def _run(task: Task) -> int:
         first = 0 if job.recipe != "script" and command.is_on_rewards(job.recipe) else 1
         reporter = JobReporter(service.jobs, task.job_id, task.attempt, first)
         OBSERVER.set(reporter)
-        logging.getLogger("gradwire").addHandler(_Warnings(reporter, Path(task.folder)))
-        working = asyncio.create_task(_work(task, job, service, reporter))
+        files = _Files(service, Path(task.folder))
+        logging.getLogger("gradwire").addHandler(_Warnings(reporter, files))
+        working = asyncio.create_task(_work(task, job, service, reporter, files))
         sending = asyncio.create_task(reporter.send_on())
         _on_stop(lambda: _stop(reporter, working))
         try:
@@ -123,7 +155,7 @@ async def _run(task: Task) -> int:
             return LOST
         except Exception as error:  # told to the job's owner, who has to do something about it
             log.error("the job failed: %s", error, exc_info=not isinstance(error, AT_FAULT))
-            end = _failed(error)
+            end = _failed(error, files)
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
@@ -131,13 +163,15 @@ async def _run(task: Task) -> int:
     return 0
 
 
-async def _work(task: Task, job: gradwire.Job, service: gradwire.ServiceClient, reporter: JobReporter) -> list[str]:
+async def _work(
+    task: Task, job: gradwire.Job, service: gradwire.ServiceClient, reporter: JobReporter, files: _Files
+) -> list[str]:
     """Run the recipe; return the ids of the result files."""
     folder = Path(task.folder)
     values = dict(job.settings)
     for name in ("data", "validation", "script"):
         if values.get(name):
-            values[name] = str(await _fetched(service, str(values[name]), folder / "files"))
+            values[name] = str(await files.fetch(str(values[name])))
     os.environ["GRADWIRE_API_KEY"] = task.key  # of the recipe's own connection
     if job.recipe == "script":
         os.environ["GRADWIRE_ADDRESS"] = task.address
@@ -160,19 +194,6 @@ async def _work(task: Task, job: gradwire.Job, service: gradwire.ServiceClient, 
     key = f"{task.job_id}/{await asyncio.to_thread(_sha256, file)}"
     uploaded = await service.files.upload(file, "fine-tune-results", idempotency_key=key)
     return [uploaded.file_id]
-
-
-async def _fetched(service: gradwire.ServiceClient, file_id: str, folder: Path) -> Path:
-    """Download a file of the job's, unless an earlier worker has and it is as it was."""
-    await asyncio.to_thread(folder.mkdir, exist_ok=True)
-    described = await service.files.get(file_id)
-    target = folder / f"{file_id}{Path(described.filename).suffix}"
-    if await asyncio.to_thread(_sha256, target) != described.sha256:
-        partial = await service.files.download(file_id, folder / f"{file_id}.part")
-        if await asyncio.to_thread(_sha256, partial) != described.sha256:
-            raise ValueError(f"{described.filename} ({file_id}) was damaged on its way to the job")
-        partial.rename(target)
-    return target
 
 
 def _sha256(file: Path) -> str:
@@ -224,19 +245,13 @@ def _stop(reporter: JobReporter, working: asyncio.Task[list[str]]) -> None:
     asyncio.get_running_loop().call_later(STOP_S, working.cancel)
 
 
-def _failed(error: Exception) -> JobEnd:
-    """Describe an error to the job's owner."""
+def _failed(error: Exception, files: _Files) -> JobEnd:
+    """Describe an error to the job\'s owner."""
     if isinstance(error, DataError | ColumnsError):
-        message = _without_path(error.where if isinstance(error, DataError) else str(error))
+        message = files.named(error.where if isinstance(error, DataError) else str(error))
         return JobEnd("failed", error=message, error_code="invalid_training_file", param="training_file")
+    message = files.named(str(error) or type(error).__name__)
     if isinstance(error, SettingsError):
-        return JobEnd("failed", error=str(error), error_code="invalid_settings")
+        return JobEnd("failed", error=message, error_code="invalid_settings")
     param = error.field if isinstance(error, gradwire.GradwireError) else ""
-    message = (str(error) or type(error).__name__)[:1000]
-    return JobEnd("failed", error=message, error_code="training_failed", param=param)
-
-
-def _without_path(text: str) -> str:
-    """Leave out the folder of this machine in which a file is."""
-    place, separator, rest = text.partition("/files/")
-    return rest if separator and place.startswith("/") else text
+    return JobEnd("failed", error=message[:1000], error_code="training_failed", param=param)

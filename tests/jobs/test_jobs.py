@@ -70,9 +70,8 @@ async def test_a_job_tells_everything_and_leaves_results(
     events = await service.jobs.events(job.job_id)
     assert [event.number for event in events] == list(range(1, len(events) + 1))
     assert events[-1].message == "The job has successfully completed"
-    file = f"{job.settings['data']}.jsonl"
     (warned,) = [event.message for event in events if event.level == "warn"]
-    assert warned == f"{file}: rows have id, which is not used (64, first at {file}, line 1)"
+    assert warned == "talks.jsonl: rows have id, which is not used (64, first at talks.jsonl, line 1)"
     assert "SFT" in await service.jobs.log(job.job_id)
     table = await service.files.download(job.result_files[0], tmp_path / "results.csv")
     rows = list(csv.DictReader(table.read_text().splitlines()))
@@ -127,8 +126,9 @@ async def test_pause_and_resume(
 ) -> None:
     job = await service.jobs.submit("sft", SETTINGS | {"data": str(data["talks"])})
     await reached(service, job.job_id, 2)
-    assert (await service.jobs.pause(job.job_id)).state == "paused"
-    assert (await service.jobs.pause(job.job_id)).state == "paused"
+    both = await asyncio.gather(*(service.jobs.pause(job.job_id) for _ in range(2)))
+    assert [*(each.state for each in both), (await service.jobs.pause(job.job_id)).state] == ["paused"] * 3
+    assert [each.message for each in await service.jobs.events(job.job_id)].count("The job was paused.") == 1
     assert (await service.jobs.resume(job.job_id)).state == "queued"
     assert await finished(service, job.job_id) == undisturbed
     with pytest.raises(gradwire.UnsupportedError, match="is succeeded and cannot be paused"):
@@ -181,6 +181,9 @@ async def test_mistakes_are_told(service: gradwire.ServiceClient, data: dict[str
         ({"data": "absent.jsonl"}, "there is no file 'absent.jsonl'"),
         ({"data": "file-absent"}, "there is no file 'file-absent'"),
         ({"folder": "/tmp"}, "folder is the server's to choose"),
+        ({"max_steps": -1}, "max_steps is -1; it must be at least 0"),
+        ({"learning_rate": float("nan")}, "learning_rate is nan; numbers must be finite"),
+        ({"optimizer_args": {"eps": float("inf")}}, "numbers must be finite"),
     ]:
         with pytest.raises((ValueError, gradwire.GradwireError), match=sentence):
             await service.jobs.submit("sft", good | wrong)
@@ -194,7 +197,22 @@ async def test_mistakes_are_told(service: gradwire.ServiceClient, data: dict[str
     job = await service.jobs.submit("sft", good | {"data": pairs.file_id})  # readable, but not by this recipe
     ended = await service.jobs.wait(job.job_id, timeout=120)
     assert (ended.state, ended.error_code) == ("failed", "invalid_training_file")
-    assert ended.error.startswith(f"{pairs.file_id}.jsonl, line 1: no column is recognised as completion"), ended.error
+    assert ended.error.startswith("pairs.jsonl, line 1: no column is recognised as completion"), ended.error
+
+
+async def test_answers_of_a_job_on_rewards_are_recorded(service: gradwire.ServiceClient, data: dict[str, Path]) -> None:
+    settings = {name: SETTINGS[name] for name in ("model", "max_tokens", "held_out")} | {"data": str(data["talks"])}
+    settings |= {"batch_size": 2, "group_size": 4, "answer_tokens": 4, "max_steps": 2, "tags": {"team": "sums"}}
+    job = await service.jobs.wait((await service.jobs.submit("grpo", settings)).job_id, timeout=240)
+    assert job.state == "succeeded", job.error
+    assert [each.step for each in job.checkpoints] == [2], "the one before the first step is no result"
+    run = service.get_training_client(job.run_id, takeover=False)
+    assert (await run.info()).tags == {"team": "sums"}
+    recordings = await run.list_recordings()
+    assert [each.number for each in recordings if each.kind == "rollouts"] == [0, 1]
+    assert min(each.step for each in recordings if each.kind == "batch") == 0, "the first one, behind samples"
+    rollouts = await run.recorded_rollouts(1)
+    assert len(rollouts) == 8 and all("number" in each["reason"] for each in rollouts)
 
 
 async def test_the_commands(server: Server, data: dict[str, Path], tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from gradwire.data import OnError
 LEAST = {
     0: ("limit", "seed", "lora_rank", "learning_rate", "warmup", "weight_decay", "max_steps", "batch_tokens",
         "eval_every", "eval_problems", "save_every", "lora_alpha", "lora_dropout", "dropout", "neftune_noise_alpha",
-        "head_learning_rate", "max_grad_norm", "keep", "patience", "learning_rate_multiplier"),
+        "head_learning_rate", "max_grad_norm", "keep", "patience", "learning_rate_multiplier", "record_every"),
     1: ("batch_size", "accumulation", "epochs", "max_tokens", "answer_tokens", "group_size", "answers", "turns",
         "passes"),
 }  # fmt: skip
@@ -63,7 +63,7 @@ def value_of(hint: Any, value: Any, place: str) -> Any:
         kinds = tuple(typing.get_origin(each) or each for each in hint.__args__)
         if not isinstance(value, kinds):
             raise SettingsError(f"{place} is {_said(value)}; it must be {' or '.join(NAMES[each] for each in kinds)}")
-        return value
+        hint = type(value)
     kind = typing.get_origin(hint) or hint
     kind = str if kind is typing.Literal else kind
     if kind is float and isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", value):
@@ -74,12 +74,21 @@ def value_of(hint: Any, value: Any, place: str) -> Any:
         value = kind()
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise SettingsError(f"{place} is {_said(value)}; it must be {NAMES[kind]}")
+    if not _is_finite(value):
+        raise SettingsError(f"{place} is {_said(value)}; numbers must be finite")
     if kind is dict and (joined := [name for name, each in value.items() if each is None and ":" in str(name)]):
         field, _, of = str(joined[0]).partition(":")
         raise SettingsError(
             f"{place} has {joined[0]!r}, without a value: write a blank behind the colon, {field}: {of}"
         )
     return value
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether no number of a value is NaN or infinite, however deep it is."""
+    if isinstance(value, dict | list):
+        return all(map(_is_finite, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _said(value: Any) -> str:
@@ -168,6 +177,8 @@ class Settings(ServiceSettings):
     save_every: int = setting(50, "steps between checkpoints; the last step is always saved; 0: those of an epoch")
     keep: int = setting(0, "newest checkpoints to keep; 0: all; `best` is kept besides")
     loggers: list[str] = setting([], "of tensorboard, wandb, trackio, mlflow; metrics.jsonl is always written")
+    tags: dict[str, str] = setting({}, "labels of the run, by which the console and `gradwire runs` find and group it")
+    record_batches: float = setting(0.02, "share of the batches that the console shows, besides the first; 0: none")
     wandb: dict[str, Any] = setting({}, "project, name, entity, tags: what wandb.init takes, of the logger wandb")
     loss: dict[str, Any] = setting({}, "arguments of the loss: see docs/losses.md")
 
@@ -192,6 +203,8 @@ class Settings(ServiceSettings):
         unknown = sorted({*self.optimizer_args} - {"betas", "eps", "momentum"})
         if unknown:
             raise SettingsError(f"optimizer_args has {unknown[0]!r}; there are betas, eps, momentum")
+        if not 0 <= self.record_batches <= 1:
+            raise SettingsError(f"record_batches is {self.record_batches}; it must be from 0 to 1")
         if not 0 <= self.held_out < 1:
             raise SettingsError(f"held_out is {self.held_out}; it must be at least 0 and less than 1")
 

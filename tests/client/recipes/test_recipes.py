@@ -299,7 +299,7 @@ BAD: list[tuple[str, list[str], str]] = [
     ("model: x\nmodel: y\n", [], "line 2: model is set a second time"),
     ("model: x\nlimit: -1\n", [], "line 2: limit is -1; it must be at least 0"),
     ("model: x\nseed: -1\n", [], "line 2: seed is -1; it must be at least 0"),
-    ("model: x\nlearning_rate: .nan\n", [], "line 2: learning_rate is nan; it must be at least 0"),
+    ("model: x\nlearning_rate: .nan\n", [], "line 2: learning_rate is nan; numbers must be finite"),
     ("model: x\nfolder: ''\n", [], "line 2: folder is empty"),
     ("model: x\nloggers: [wandbb]\n", [], "line 2: loggers has 'wandbb'; there are tensorboard, wandb"),
     ("model: x\ntrain_on: me\n", [], "line 2: train_on is 'me'; it must be one of assistant, last, all"),

@@ -263,6 +263,10 @@ async def test_wrong_requests_are_told(start: Start) -> None:
             ({"data": file.file_id, "validation": "/etc/passwd"}, "validation"),
             ({"data": file.file_id, "address": "elsewhere:1"}, "address"),
             ({"data": file.file_id, "loggers": ["wandb"]}, "loggers"),
+            ({"foo": 1}, "settings"),
+            ({"max_steps": -1}, "settings"),
+            ({"learning_rate": float("nan")}, "settings"),
+            ({"loss": {"reduction": float("inf")}}, "settings"),
         ]:
             error = await refused(create(stub, **settings))
             assert error.field == field and error.message, error

@@ -510,6 +510,8 @@ def test_models_grade(client: openai.OpenAI, supervised: FineTuningJob) -> None:
     job = reinforced(client, 10, both, {"n_epochs": 1, "batch_size": 5}, answer_tokens=4, group_size=2)
     events = [event for event in client.fine_tuning.jobs.list_events(job.id) if event.type == "metrics"]
     assert [event.data["train_reward_mean"] for event in events] == [1.0, 1.0]  # type: ignore[index]
+    assert [each.step_number for each in client.fine_tuning.jobs.checkpoints.list(job.id)] == [2]
+    assert not any("ckpt-step-0" in model.id for model in client.models.list())
     assert all(event.data["rewards/not_scored"] == 0 for event in events)  # type: ignore[index]
 
 
@@ -604,7 +606,7 @@ def test_data_that_cannot_be_used_fails_the_job(client: openai.OpenAI, content: 
     file = client.files.create(file=("x.jsonl", content), purpose="fine-tune")
     job = ended(client, client.fine_tuning.jobs.create(model="org/marked", training_file=file.id).id, "failed")
     assert job.error is not None and (job.error.code, job.error.param) == ("invalid_training_file", "training_file")
-    assert sentence in job.error.message and job.finished_at
+    assert sentence in job.error.message and job.error.message.startswith("x.jsonl") and job.finished_at
     last = next(iter(client.fine_tuning.jobs.list_events(job.id)))
     assert last.level == "error" and sentence in last.message
 

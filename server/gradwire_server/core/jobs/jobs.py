@@ -66,15 +66,25 @@ class JobService:
         """
         request = self._specs.content(caller, spec)
         check_length(idempotency_key, "max_name_chars", self._config.limits.max_name_chars, "idempotency_key")
-        async with self.states.changing:
-            if idempotency_key and (known := self.states.of_key(caller.name, idempotency_key)):
-                if known.request != request and known.job.spec != spec:
-                    raise key_reused(f"the job {known.job.job_id}", "settings")
-                return known.job
+
+        def known() -> jobs.Job | None:
+            """The job that was made already; without one, a new one is checked."""
+            if idempotency_key and (stored := self.states.of_key(caller.name, idempotency_key)):
+                if stored.request != request and stored.job.spec != spec:
+                    raise key_reused(f"the job {stored.job.job_id}", "settings")
+                return stored.job
             if repeated and (job := self.states.repeated(caller.name, request, time.time() - REPEATED_S)) is not None:
                 return job
             self._specs.check(caller, spec)
             self._check_room(caller)
+            return None
+
+        if (job := known()) is not None:
+            return job
+        await self._specs.check_settings(caller, spec)
+        async with self.states.changing:
+            if (job := known()) is not None:
+                return job
             job = jobs.Job(job_id=new_id("ftjob-"), owner=caller.name, state=QUEUED, created_at=time.time())
             job.spec.CopyFrom(spec)
             events = [said(f"Created fine-tuning job: {job.job_id}"), *(said(each, "warn") for each in warnings)]
@@ -206,9 +216,8 @@ class JobService:
 
     async def _asked(self, caller: Caller, job_id: str, state: str) -> jobs.Job:
         job = self.states.get(caller, job_id)
-        if job.state == state == PAUSED:
-            return job
-        if state not in NEXT[job.state] or (state == QUEUED and job.state != PAUSED):
+        fits = state in NEXT[job.state] or job.state == state == PAUSED
+        if not fits or (state == QUEUED and job.state != PAUSED):
             raise unfit(f"the job {job_id} is {job.state} and cannot be {SAID[state]}")
         return await self.states.move(job_id, state, f"The job was {SAID[state]}.")
 

@@ -14,6 +14,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import Caller, Keys
 from gradwire_server.access.model_names import ModelNames
 from gradwire_server.config import ServerConfig
+from gradwire_server.core.jobs import grading
 from gradwire_server.core.jobs.files import Files
 from gradwire_server.errors import ServiceError, check_length, limit_exceeded
 
@@ -115,6 +116,15 @@ class JobSpecs:
         for name in FILE_SETTINGS:
             if settings.get(name):
                 self._files.get(caller, str(settings[name]), name)
+
+    async def check_settings(self, caller: Caller, spec: jobs.JobSpec) -> None:
+        """Check that a job's recipe takes its settings.
+
+        Raises:
+            ServiceError: INVALID_ARGUMENT.
+        """
+        if spec.recipe != SCRIPT:
+            await grading.check_settings(caller.name, spec.recipe, settings_of(spec), "settings")
 
 
 def _check_loggers(settings: dict[str, Any]) -> None:

@@ -127,13 +127,15 @@ class JobStates:
     async def move(
         self, job_id: str, state: str, words: str, error: jobs.JobError | None = None, level: str = "info"
     ) -> jobs.Job:
-        """Bring a job into another state.
+        """Bring a job into another state; a paused one that is to pause stays as it is.
 
         Raises:
             ServiceError: UNSUPPORTED if it cannot follow the present one.
         """
         async with self.changing:
             job = copied(self._known[job_id].job)
+            if job.state == state == PAUSED:
+                return job
             if state not in NEXT[job.state]:
                 raise unfit(f"the job {job_id} is {job.state} and cannot become {state}")
             if state in ENDED:

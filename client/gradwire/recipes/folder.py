@@ -14,6 +14,7 @@ from gradwire.whole_files import read_state
 FREE = (
     "address", "folder", "loggers", "wandb", "eval_every", "eval_first", "save_every", "keep", "best_by", "patience",
     "epochs", "max_steps", "eval_problems", "on_error", "on_failure",
+    "tags", "record_batches", "record_every",
 )  # fmt: skip
 """Settings that a training may change when it goes on."""
 STATE = "state.json"

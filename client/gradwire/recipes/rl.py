@@ -31,8 +31,9 @@ from gradwire.recipes.rows import rows_of
 from gradwire.recipes.settings import Schedule, Settings, SettingsError, setting
 from gradwire.recipes.tokens import RowEncoder, RowRefusedError
 from gradwire.recipes.training import Training, open_training
-from gradwire.rl import Algorithm, AlgorithmConfig, TrajectoryRecorder
+from gradwire.rl import Algorithm, AlgorithmConfig, RunRecorder, TrajectoryRecorder
 from gradwire.rl.environments import Environment, GroupBuilder
+from gradwire.rl.recording import Recorders
 from gradwire.rl.rewards import environment_reward
 from gradwire.rl.rewards.graders import GraderError, ServiceJudge, grader_of
 from gradwire.rl.types import Message, Task
@@ -74,6 +75,7 @@ class RLSettings(Settings):
     environment_args: dict[str, Any] = setting({}, "what the environment is made with")
     turns: int = setting(16, "answers of an episode at most, if the environment does not end it before")
     on_failure: Literal["stop", "warn"] = setting("stop", "stop, or warn: what to do when every answer failed")
+    record_every: int = setting(1, "iterations between those whose answers the console shows; 0: none")
     patience: int = setting(0, "evaluations without a better success after which the training ends; 0: never")
     eval_problems: int = setting(64, "held-out problems of an evaluation at most; answered greedily")
 
@@ -156,7 +158,9 @@ async def train_with(
         )
         arguments = (service, training.run, tasks, reward, config)
         more: dict[str, Any] = {"environment": environment, "eval_tasks": problems, "loggers": training.loggers}
-        more["recorder"] = TrajectoryRecorder(training.folder / ANSWERS, limit=KEPT_ANSWERS, tokens=False)
+        in_folder = TrajectoryRecorder(training.folder / ANSWERS, limit=KEPT_ANSWERS, tokens=False)
+        on_server = RunRecorder(training.run, every=settings.record_every)
+        more["recorder"] = Recorders([in_folder, on_server] if settings.record_every and not dry_run else [in_folder])
         async with algorithm(*arguments, **more) as trained:
             if dry_run:
                 return await _estimate(settings, trained, model, len(tasks), total)

@@ -46,11 +46,13 @@ async def new_run(
 ) -> Any:
     """Create the run of a training: on the base model, or from the checkpoint that ``init_from`` names."""
     name, noise = settings.folder.rstrip("/").rpartition("/")[2], getattr(settings, "neftune_noise_alpha", 0.0)
+    tags, recorded = {key: str(value) for key, value in settings.tags.items()}, settings.record_batches
     if settings.init_from:
         start = trained(settings.init_from)
         return await service.fork_run(
             start.checkpoint, head=head or "", seed=settings.seed, name=name, num_labels=num_labels,
-            dropout=settings.lora_dropout or settings.dropout, neftune_noise_alpha=noise,
+            dropout=settings.lora_dropout or settings.dropout, neftune_noise_alpha=noise, tags=tags,
+            record_batches=recorded,
         )  # fmt: skip
     return await service.create_run(
         model.name,
@@ -62,6 +64,8 @@ async def new_run(
         name=name,
         num_labels=num_labels,
         neftune_noise_alpha=noise,
+        tags=tags,
+        record_batches=recorded,
     )
 
 

@@ -28,6 +28,7 @@ from gradwire.recipes.settings_file import built, read_yaml, set_by
 from gradwire.whole_files import read_state
 
 MOST_TRIALS = 256
+LONGEST_TAG = 100
 SMOOTHED = 10
 """Newest values of a training's own metric that are averaged; one of an evaluation is taken alone."""
 
@@ -149,6 +150,8 @@ def _trial(sweep: Sweep, shared: Mapping[str, Any], values: Mapping[str, Any]) -
         set_by(of_trial, f"{name}={json.dumps(value)}")
     name = re.sub(r"[^\w.,=+-]+", "_", ",".join(f"{key}={value}" for key, value in values.items()))[:120]
     of_trial["folder"] = str(Path(sweep.folder) / name)
+    tags = {"sweep": Path(sweep.folder).name} | {key: str(value)[:LONGEST_TAG] for key, value in values.items()}
+    of_trial["tags"] = tags | (of_trial.get("tags") or {})
     settings = command.settings_of(sweep.recipe, of_trial)
     return Trial(name, values, settings)
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from gradwire.errors import LimitExceededError, StorageFullError
 from gradwire.loop.loggers import JsonlLogger
 from gradwire.rl.generation import TextCodec
 from gradwire.rl.types import StepData, Trajectory
 from gradwire.training import TrainingClient
+
+logger = logging.getLogger("gradwire.rl")
 
 
 class Recorder(Protocol):
@@ -94,10 +98,35 @@ class RunRecorder:
         if iteration % self._every:
             return 0
         records = [await as_record(iteration, each, codec) for each in trajectories[: self._limit]]
-        return await self._run.record_rollouts(iteration, records)
+        try:
+            return await self._run.record_rollouts(iteration, records)
+        except (LimitExceededError, StorageFullError) as error:  # the training goes on without them
+            logger.warning("the rollouts of iteration %d are not recorded: %s", iteration, error)
+            return 0
 
     def close(self) -> None:
         """Do nothing: each trajectory is already recorded."""
+
+
+class Recorders:
+    """Several recorders as one."""
+
+    def __init__(self, recorders: Sequence[Recorder]) -> None:
+        self._recorders = recorders
+
+    def forget(self, iteration: int) -> None:
+        """Remove what was recorded from this iteration on."""
+        for each in self._recorders:
+            each.forget(iteration)
+
+    async def record(self, iteration: int, trajectories: Sequence[Trajectory], codec: TextCodec) -> int:
+        """Record with each; return the largest number of trajectories that one of them wanted."""
+        return max([await each.record(iteration, trajectories, codec) for each in self._recorders])
+
+    def close(self) -> None:
+        """Write what is left."""
+        for each in self._recorders:
+            each.close()
 
 
 async def as_record(iteration: int, trajectory: Trajectory, codec: TextCodec | None) -> dict[str, Any]:

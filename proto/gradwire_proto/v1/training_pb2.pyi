@@ -1933,6 +1933,26 @@ Global___ShareRunRequest: _TypeAlias = ShareRunRequest  # noqa: Y015
 class ForkRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class TagsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     HEAD_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
@@ -1942,6 +1962,8 @@ class ForkRunRequest(_message.Message):
     NUM_LABELS_FIELD_NUMBER: _builtins.int
     DROPOUT_FIELD_NUMBER: _builtins.int
     NEFTUNE_NOISE_ALPHA_FIELD_NUMBER: _builtins.int
+    TAGS_FIELD_NUMBER: _builtins.int
+    RECORD_BATCHES_FIELD_NUMBER: _builtins.int
     checkpoint: _builtins.str
     """"RUN_ID/NAME" """
     head: _builtins.str
@@ -1956,6 +1978,12 @@ class ForkRunRequest(_message.Message):
     dropout: _builtins.float
     """absent: the checkpoint's run's own, as for the next"""
     neftune_noise_alpha: _builtins.float
+    record_batches: _builtins.float
+    """absent: that of the checkpoint's run"""
+    @_builtins.property
+    def tags(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """beside those of the checkpoint's run, or in their place"""
+
     def __init__(
         self,
         *,
@@ -1968,10 +1996,12 @@ class ForkRunRequest(_message.Message):
         num_labels: _builtins.int = ...,
         dropout: _builtins.float | None = ...,
         neftune_noise_alpha: _builtins.float | None = ...,
+        tags: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        record_batches: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_dropout", b"_dropout", "_head", b"_head", "_neftune_noise_alpha", b"_neftune_noise_alpha", "dropout", b"dropout", "head", b"head", "neftune_noise_alpha", b"neftune_noise_alpha"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dropout", b"_dropout", "_head", b"_head", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_record_batches", b"_record_batches", "dropout", b"dropout", "head", b"head", "neftune_noise_alpha", b"neftune_noise_alpha", "record_batches", b"record_batches"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dropout", b"_dropout", "_head", b"_head", "_neftune_noise_alpha", b"_neftune_noise_alpha", "checkpoint", b"checkpoint", "dropout", b"dropout", "head", b"head", "idempotency_key", b"idempotency_key", "name", b"name", "neftune_noise_alpha", b"neftune_noise_alpha", "num_labels", b"num_labels", "seed", b"seed", "with_optimizer", b"with_optimizer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dropout", b"_dropout", "_head", b"_head", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_record_batches", b"_record_batches", "checkpoint", b"checkpoint", "dropout", b"dropout", "head", b"head", "idempotency_key", b"idempotency_key", "name", b"name", "neftune_noise_alpha", b"neftune_noise_alpha", "num_labels", b"num_labels", "record_batches", b"record_batches", "seed", b"seed", "tags", b"tags", "with_optimizer", b"with_optimizer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__dropout: _TypeAlias = _typing.Literal["dropout"]  # noqa: Y015
     _WhichOneofArgType__dropout: _TypeAlias = _typing.Literal["_dropout", b"_dropout"]  # noqa: Y015
@@ -1979,12 +2009,16 @@ class ForkRunRequest(_message.Message):
     _WhichOneofArgType__head: _TypeAlias = _typing.Literal["_head", b"_head"]  # noqa: Y015
     _WhichOneofReturnType__neftune_noise_alpha: _TypeAlias = _typing.Literal["neftune_noise_alpha"]  # noqa: Y015
     _WhichOneofArgType__neftune_noise_alpha: _TypeAlias = _typing.Literal["_neftune_noise_alpha", b"_neftune_noise_alpha"]  # noqa: Y015
+    _WhichOneofReturnType__record_batches: _TypeAlias = _typing.Literal["record_batches"]  # noqa: Y015
+    _WhichOneofArgType__record_batches: _TypeAlias = _typing.Literal["_record_batches", b"_record_batches"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__dropout) -> _WhichOneofReturnType__dropout | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__head) -> _WhichOneofReturnType__head | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__neftune_noise_alpha) -> _WhichOneofReturnType__neftune_noise_alpha | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__record_batches) -> _WhichOneofReturnType__record_batches | None: ...
 
 Global___ForkRunRequest: _TypeAlias = ForkRunRequest  # noqa: Y015
 

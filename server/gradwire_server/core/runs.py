@@ -188,6 +188,9 @@ class Runs:
                 config.lora.dropout = request.dropout
         if request.HasField("neftune_noise_alpha"):
             config.neftune_noise_alpha = request.neftune_noise_alpha
+        if request.HasField("record_batches"):
+            config.record_batches = request.record_batches
+        config.tags.update(request.tags)
         config.lanes = self._ranks_for(config.base_model)
         check_settings(config, request.idempotency_key, self._limits, self._durability)
         record = new_record(caller.name, config, request.idempotency_key, _content(request))

@@ -221,7 +221,7 @@ class Executor:
         if operation.spread is not None:
             return operation.spread.answer
         request = self._request(queue, operation)
-        if is_recorded(queue.record, operation.header):
+        if self._recorded.wants(queue.record, operation.header):
             operation.batch = payload
             self._recorded.ask(queue.record, request.operation)
         return self._placement.of(queue.record.run_id).engine.request(request, payload)
@@ -299,16 +299,6 @@ def _waits_for_room(queue: RunQueue, operation: QueuedOperation, result: pb.Oper
 SEEN = ("logprobs", "advantages")
 
 
-def is_recorded(record: RunRecord, header: pb.OperationHeader) -> bool:
-    """Whether a run's setting picks this operation: always its first batch, of the others a share drawn by number."""
-    share = record.config.record_batches
-    call = training_call(header.operation) if share > 0 else None
-    if call is None or call.accumulate:
-        return False
-    drawn = hashlib.blake2b(f"{record.run_id}/{header.seq}".encode(), digest_size=8).digest()
-    return header.seq == 1 or int.from_bytes(drawn, "little") < share * 2**64
-
-
 class RecordedBatches:
     """Records batches with their results for people to look at, in tasks of its own.
 
@@ -319,7 +309,22 @@ class RecordedBatches:
 
     def __init__(self, files: RecordedFiles) -> None:
         self._files = files
+        self._first: dict[str, int] = {}
         self._writing: set[asyncio.Task[None]] = set()
+
+    def wants(self, record: RunRecord, header: pb.OperationHeader) -> bool:
+        """Whether a run's setting picks this operation: always its first batch, of the others a share drawn by number.
+
+        The first batch may come behind samples and saves.
+        """
+        share = record.config.record_batches
+        call = training_call(header.operation) if share > 0 else None
+        if call is None or call.accumulate:
+            return False
+        if record.step == 0 and self._first.setdefault(record.run_id, header.seq) == header.seq:
+            return True
+        drawn = hashlib.blake2b(f"{record.run_id}/{header.seq}".encode(), digest_size=8).digest()
+        return int.from_bytes(drawn, "little") < share * 2**64
 
     def ask(self, record: RunRecord, request: engine_pb2.EngineOperation) -> None:
         """Let the engine return the log-probabilities and advantages of an operation's batch.

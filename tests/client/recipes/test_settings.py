@@ -403,6 +403,9 @@ def test_a_grid_of_trainings_is_compared_and_the_worse_are_dropped(server: Serve
     }  # fmt: skip
     assert good[1e-2]["value"] < good[1e-3]["value"] < good[1e-4]["value"]
     assert f"best: {good[1e-2]['folder']}" in done.output.replace("\n", "") and "dropped at 2" in done.output
+    with gradwire.sync.connect(server.address) as service:
+        tags = {run.name: run.tags for run in service.list_runs() if run.tags.get("sweep") == "sweep"}
+    assert {tags[Path(each["folder"]).name]["learning_rate"] for each in good.values()} == {"0.01", "0.001", "0.0001"}
     page = (tmp_path / "sweep" / "sweep.html").read_text()
     assert "eval/loss" in page and page.count("<polyline") >= 3
     before = (Path(good[1e-2]["folder"]) / "metrics.jsonl").read_text()

@@ -28,6 +28,7 @@ async def scores(grader: Any, trajectories: Sequence[Trajectory]) -> list[float]
     results = await grader.evaluate(trajectories)
     await asyncio.to_thread(grader.close)  # waits for the processes
     assert not any(result.error for result in results), results
+    assert all(result.reason or result.metrics for result in results), results
     return [result.score for result in results]
 
 

@@ -223,17 +223,18 @@ async def test_verification_is_paid_for() -> None:
     assert [dear.reward, cheap.reward] == [pytest.approx(0.7), 1]
 
 
-async def score(scorer: Any, response: str, truth: Any) -> float:
+async def score(scorer: Any, response: str, truth: Any, reason: str = "") -> float:
     (result,) = await scorer.evaluate([trajectory(response, truth=truth)])
-    assert result.error == ""
+    assert result.error == "" and (not reason or result.reason == reason), result
     return float(result.score)
 
 
 async def test_verifiable_rewards() -> None:
     number = last_number(format_score=0.1)
-    assert await score(number, "so 3 + 4 = 1,007.0 dollars", "Sum: #### 1007") == 1
-    assert await score(number, "it is 6", "7") == 0.1
-    assert await score(number, "I do not know", "7") == 0
+    right = "so 3 + 4 = 1,007.0 dollars"
+    assert await score(number, right, "Sum: #### 1007", "the last number is 1007") == 1
+    assert await score(number, "it is 6", "7", "the last number is 6; 7 is right") == 0.1
+    assert await score(number, "I do not know", "7", "there is no number in the response") == 0
     pattern = regex_match(r"<answer>\s*yes\s*</answer>")
     assert await score(pattern, "<answer> yes </answer>", None) == 1
     assert await score(pattern, "yes", None) == 0

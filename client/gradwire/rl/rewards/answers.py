@@ -32,7 +32,7 @@ def math_answer(*, format_score: float = 0.0, limits: SandboxLimits | None = Non
     """
     math_verify = require("math_verify", "math", "the reward math_answer")
 
-    def math_answer(response: str, ground_truth: Any) -> float:
+    def math_answer(response: str, ground_truth: Any) -> dict[str, Any]:
         truth = str(ground_truth)
         bare = "$" not in truth and "\\boxed" not in truth
         wanted = math_verify.parse(f"${truth}$" if bare else truth, parsing_timeout=None)
@@ -40,8 +40,10 @@ def math_answer(*, format_score: float = 0.0, limits: SandboxLimits | None = Non
             raise ValueError(f"the ground truth {truth!r} cannot be parsed by math-verify")
         answer = math_verify.parse(response, parsing_timeout=None)
         if not answer:
-            return 0.0
-        return 1.0 if math_verify.verify(wanted, answer, timeout_seconds=None) else format_score
+            return {"score": 0.0, "reason": "there is no answer in the response"}
+        is_right = math_verify.verify(wanted, answer, timeout_seconds=None)
+        reason = f"the answer is {str(answer[-1])[:200]}" + ("" if is_right else f"; {truth[:200]} is right")
+        return {"score": 1.0 if is_right else format_score, "reason": reason}
 
     return RewardFunction(math_answer, limits=limits, workers=workers)
 
@@ -69,12 +71,15 @@ def multiple_choice(*, format_score: float = 0.0) -> RewardFunction:
         format_score: Score of a wrong choice; a response without a choice gets 0.
     """
 
-    def multiple_choice(response: str, ground_truth: Any, data: dict[str, Any]) -> float:
+    def multiple_choice(response: str, ground_truth: Any, data: dict[str, Any]) -> dict[str, Any]:
         wanted, choice = str(ground_truth).strip().upper(), find_choice(response, len(data.get("options") or LETTERS))
         if len(wanted) != 1 or not wanted.isalpha():
             raise ValueError(
                 f"the ground truth {ground_truth!r} is not the letter of an option; choice_tasks converts it to one"
             )
-        return 0.0 if choice is None else 1.0 if choice == wanted else format_score
+        if choice is None:
+            return {"score": 0.0, "reason": "there is no choice in the response"}
+        reason = f"the choice is {choice}" + ("" if choice == wanted else f"; {wanted} is right")
+        return {"score": 1.0 if choice == wanted else format_score, "reason": reason}
 
     return RewardFunction(multiple_choice, sandboxed=False)

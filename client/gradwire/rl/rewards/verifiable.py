@@ -30,13 +30,15 @@ def last_number(*, tolerance: float = 1e-6, format_score: float = 0.0) -> Reward
         format_score: Score of a wrong number; a response without a number gets 0.
     """
 
-    def last_number(response: str, ground_truth: Any) -> float:
+    def last_number(response: str, ground_truth: Any) -> dict[str, Any]:
         number, wanted = find_last_number(response), find_last_number(str(ground_truth))
         if wanted is None:
             raise ValueError(f"the ground truth {ground_truth!r} has no number")
         if number is None:
-            return 0.0
-        return 1.0 if abs(number - wanted) <= tolerance * max(1.0, abs(wanted)) else format_score
+            return {"score": 0.0, "reason": "there is no number in the response"}
+        is_right = abs(number - wanted) <= tolerance * max(1.0, abs(wanted))
+        reason = f"the last number is {number:.15g}" + ("" if is_right else f"; {wanted:.15g} is right")
+        return {"score": 1.0 if is_right else format_score, "reason": reason}
 
     return RewardFunction(last_number, sandboxed=False)
 

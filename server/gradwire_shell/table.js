@@ -3,6 +3,7 @@
 const LONG = 60, SPARE = 4; // rows from which on those outside the window are left out, and how many beside it stay
 const TERM = /^([^:<>=]+)(:|<=|>=|<|>)(.+)$/;
 const name = (text) => text.toLowerCase().replace(/[ _]/g, "");
+const one = (units) => units.replace(/ies$/, "y").replace(/(?<=ch)es$|s$/, ""); // batches -> batch, entries -> entry
 
 export default {
   template: `
@@ -10,7 +11,7 @@ export default {
       <div class="gw-tools" v-if="searchable">
         <input class="gw-search" type="search" v-model="sought" ref="search" :aria-label="search" :placeholder="search"
                title="Words, or a column's name: state:idle, loss&lt;2" @keydown.escape="leave" @keydown.enter="first">
-        <span class="quiet" role="status">{{ sought ? shown.length + ' of ' + rows.length : rows.length + ' ' + (rows.length === 1 ? unit.replace(/s$/, '') : unit) }}</span>
+        <span class="quiet" role="status">{{ sought ? shown.length + ' of ' + rows.length : rows.length + ' ' + (rows.length === 1 ? one(unit) : unit) }}</span>
       </div>
       <div class="gw-table" tabindex="0" role="region" :aria-label="label">
         <table ref="table" :aria-rowcount="long ? shown.length + 1 : null">
@@ -105,6 +106,7 @@ export default {
     removeEventListener("resize", this.look);
   },
   methods: {
+    one,
     patch(rows) { // those that have changed
       this.newer = { ...this.newer, ...Object.fromEntries(rows.map((row) => [row.key, row])) };
     },

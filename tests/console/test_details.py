@@ -53,6 +53,7 @@ def shown(server: Server) -> Iterator[tuple[Console, sync.TrainingClient]]:
 def test_a_batch_is_shown_token_by_token(shown: tuple[Console, sync.TrainingClient], page: Page) -> None:
     console, run = shown
     page.goto(f"{console.url}/run/{run.run_id}/batches")
+    expect(page.get_by_text("1 batch", exact=True)).to_be_visible()
     page.get_by_role("link", name="forward_backward 1").click()
     tokens = page.locator(".gw-sequence", has_text="sample 2").locator(".gw-tokens span")
     expect(tokens).to_have_count(5)

@@ -14,7 +14,7 @@ from gradwire_shell.detail import Tokens
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
-from gradwire_console.pages.common import ago, later, opened_run, run_head, size_of
+from gradwire_console.pages.common import ago, counted, later, opened_run, run_head, size_of
 from gradwire_console.workspace import Workspace, Workspaces
 
 COLUMNS = (
@@ -167,7 +167,7 @@ def _values(each: RecordedSequence, figure: str) -> Any:
 def _sequence(each: RecordedSequence, texts: dict[int, str]) -> dict[str, Any]:
     ids = each.token_ids[:MOST_TOKENS].tolist()
     left = len(each.token_ids) - len(ids)
-    said = [f"{len(each.token_ids):,} tokens, {int(each.scored.sum()):,} scored"]
+    said = [f"{counted(len(each.token_ids), 'token')}, {int(each.scored.sum()):,} scored"]
     said += [f"reward {each.reward:.4g}"] if np.isfinite(each.reward) else []
     said += [f"the last {left:,} are not shown"] if left else []
     return {
@@ -188,5 +188,5 @@ def _column(values: Any, count: int) -> list[float | None]:
 
 def _shape(values: Any) -> str:
     if isinstance(values, list):
-        return f"{len(values)} rows"
+        return counted(len(values), "row")
     return f"{values.dtype} {list(values.shape)}"

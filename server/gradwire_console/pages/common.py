@@ -265,6 +265,11 @@ def size_of(number: float) -> str:
     return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"
 
 
+def counted(number: int, unit: str) -> str:
+    """A number of things: ``"1 row"``, ``"1,200 rows"``."""
+    return f"{number:,} {unit}" + ("" if number == 1 else "s")
+
+
 def short(number: float) -> str:
     """A number in three digits and a letter: ``"1.24M"``."""
     for letter, unit in (("G", 1e9), ("M", 1e6), ("k", 1e3)):

@@ -12,7 +12,7 @@ from gradwire.recipes.command import RECIPES
 from gradwire_shell.components import button, error, named, plain, sdk_line, skeleton, title
 from nicegui import events, ui
 
-from gradwire_console.pages.common import FAILURES, act, ask, isolated
+from gradwire_console.pages.common import FAILURES, act, ask, counted, isolated
 from gradwire_console.preview import SHOWN_CHARS, FirstRow, dry_run, first_rows
 from gradwire_console.recipe_fields import (
     EXAMPLES,
@@ -81,7 +81,9 @@ class TrainingForm:
         self._files = {each.file_id: each for each in files if each.purpose == "fine-tune"}
 
     def _named_files(self) -> dict[str, str]:
-        return {name: f"{isolated(each.filename)} ({each.num_lines:,} rows)" for name, each in self._files.items()}
+        return {
+            name: f"{isolated(each.filename)} ({counted(each.num_lines, 'row')})" for name, each in self._files.items()
+        }
 
     async def _upload(self, event: events.UploadEventArguments) -> None:
         async def work() -> None:
@@ -92,8 +94,7 @@ class TrainingForm:
             await self._list_files()
             self._data.set_options(self._named_files(), value=stored.file_id)
             if stored.num_problems:
-                line, reason = next(iter(stored.problems.items()))
-                raise ValueError(f"{stored.num_problems} rows cannot be used; line {line}: {reason}")
+                raise ValueError(f"{stored.filename}: {stored.problems_text}")
 
         cast(ui.upload, event.sender).reset()  # else it leaves out a file that is chosen again after a failure
         await act(self._workspaces, work, "The file is on the server.")
@@ -268,7 +269,7 @@ def _text(default: Any) -> str:
 
 def _show_row(row: FirstRow) -> None:
     name = f"{row.name}: " if row.name else ""
-    plain(f"{name}{row.num_tokens:,} tokens, {row.num_learned:,} learned", "quiet", tag="div")
+    plain(f"{name}{counted(row.num_tokens, 'token')}, {row.num_learned:,} learned", "quiet", tag="div")
     left = SHOWN_CHARS
     with ui.element("div").classes("gw-tokens gw-first").props("dir=auto tabindex=0"):
         for text, on in row.texts:

@@ -19,7 +19,7 @@ from nicegui.element import Element
 from pydantic import FiniteFloat
 
 from gradwire_console.feedback import Feedback, offer_url
-from gradwire_console.pages.common import isolated, opened
+from gradwire_console.pages.common import FAILURES, isolated, opened
 from gradwire_console.workspace import Workspace, Workspaces
 
 MOST = 5
@@ -255,7 +255,7 @@ class _Playground:
             if not text and not place.is_deleted:
                 with place:
                     plain("It ended at once, without a word.", "quiet")
-        except gradwire.GradwireError as failure:
+        except FAILURES as failure:
             with place:
                 error(str(failure))
             return ""

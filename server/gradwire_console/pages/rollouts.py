@@ -13,7 +13,7 @@ from gradwire_shell.components import Column, Table, bars, empty, facts, panel, 
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
-from gradwire_console.pages.common import later, opened_run, run_head
+from gradwire_console.pages.common import counted, later, opened_run, run_head
 from gradwire_console.workspace import Workspace, Workspaces
 
 GROUPS = (
@@ -59,7 +59,7 @@ async def _show(workspace: Workspace, run_id: str, asked: int, group: str) -> No
             on_change=lambda event: ui.navigate.to(f"/run/{run_id}/rollouts?n={event.value}"),
         ).props("outlined dense options-dense").style("min-width: 10rem")  # fmt: skip
         silent = sum(not signal(rewards(each)) for each in groups.values())
-        plain(f"{len(groups)} groups, {silent} without signal", "gw-flag" if silent else "quiet")
+        plain(f"{counted(len(groups), 'group')}, {silent} without signal", "gw-flag" if silent else "quiet")
     rows = [_row(run_id, iteration, name, each) for name, each in groups.items()]
     Table(GROUPS, rows, label="Groups", search="Search groups: task", unit="groups")
     telling = (name for name, each in groups.items() if signal(rewards(each)))
@@ -125,7 +125,7 @@ def _group(name: str, group: Sequence[Rollout]) -> None:
         elif values:
             counts, edges = np.histogram(values, BINS)
             labels = [f"{low:.3g} to {high:.3g}" for low, high in pairwise(edges)]
-            bars(counts.tolist(), labels, f"Histogram of {len(values)} rewards")
+            bars(counts.tolist(), labels, f"Histogram of {counted(len(values), 'reward')}")
             plain(f"rewards from {min(values):.4g} to {max(values):.4g}", "quiet")
     with ui.element("div").classes("gw-answers"):
         for each in group:

@@ -12,7 +12,7 @@ from gradwire_shell.components import Column, Table, button, empty, error, facts
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
-from gradwire_console.pages.common import FAILURES, act, ago, ask, later, opened, size_of, told
+from gradwire_console.pages.common import FAILURES, act, ago, ask, counted, later, opened, size_of, told
 from gradwire_console.pages.rollouts import tokens_shown, turn_shown
 from gradwire_console.workspace import Workspace, Workspaces
 
@@ -180,7 +180,7 @@ def _branch(number: int, branch: Branch, rollout: Rollout, texts: dict[int, list
 def _turn(turn: Turn, reward: float | None, tokens: Sequence[tuple[str, float]]) -> None:
     versions = sorted(set(turn.versions.tolist()))
     by = " to ".join(str(each) for each in dict.fromkeys((versions[0], versions[-1]))) if versions else ""
-    figures = [f"turn {turn.number}", f"{len(turn.response_ids)} tokens", f"version {by}", turn.finish_reason]
+    figures = [f"turn {turn.number}", counted(len(turn.response_ids), "token"), f"version {by}", turn.finish_reason]
     figures += [f"{turn.seconds:.1f} s", turn.door]
     figures += ["unused"] * (not turn.used) + ([] if reward is None else [f"reward {reward:.3g}"])
     with ui.element("div").classes("gw-turn answer"):

@@ -18,9 +18,11 @@ import httpx
 import pytest
 from gradwire import sync
 from playwright.sync_api import Browser, Page, expect
+from support.axe import page_at, pages_of, violations
 from support.chats import chat_model
 from support.console import Console, page_of
 from support.server import Server
+from support.tinker import HttpServer
 
 pytestmark = [pytest.mark.long, pytest.mark.browser]
 
@@ -29,7 +31,6 @@ UPGRADE = {
     "connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13",
     "sec-websocket-key": "MDEyMzQ1Njc4OWFiY2RlZg==",
 }  # fmt: skip
-AXE = Path(__file__).parents[2] / "node_modules/axe-core/axe.min.js"
 TICKS = """async (plot, name) => {
   const { echarts } = await import("nicegui-echart");
   const axis = echarts.getInstanceByDom(plot).getModel().getComponent(name).axis;
@@ -401,36 +402,49 @@ def test_a_restarted_server_is_found_again(tiny_model_path: Path, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_nothing_stands_in_the_way_of_assistive_technology(
-    console: Console, service: sync.ServiceClient, browser: Browser, scheme: Any
+    tiny_model_path: Path, tmp_path: Path, browser: Browser, scheme: Any
 ) -> None:
-    if not AXE.exists():
-        pytest.skip("axe-core is not installed: npm install --no-save axe-core")
-    runs = [service.create_run("tiny", lora={"rank": rank}, name=f"axe-{rank}", record_batches=1.0) for rank in (1, 2)]
-    train(runs[0], 2)
-    runs[0].save_checkpoint("kept").result(60)
-    runs[0].record_rollouts(1, [{"group": 0, "member": n, "reward": n, "steps": []} for n in range(3)])
-    paths = {
-        "": "", f"run/{runs[0].run_id}": "Delete", f"compare?runs={runs[0].run_id},{runs[1].run_id}": "",
-        "jobs": "New training", "playground": "", "run/none": "", "timeline": "", "server": "", "uploads": "",
-        "ratings": "", "audit": "",
-        f"run/{runs[0].run_id}/batches?n=1": "", f"run/{runs[0].run_id}/rollouts": "",
-        f"run/{runs[0].run_id}/journal": "", f"run/{runs[0].run_id}/checkpoints": "Save checkpoint",
-    }  # fmt: skip
-    with page_of(browser) as page:
+    """On all pages, at three widths."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"say {n}", "completion": f" {n}"}) + "\n" for n in range(12)))
+    with (
+        HttpServer(tiny_model_path, tmp_path / "state", _port(), "--job-workers", "1") as server,
+        Console(server.address) as console,
+        gradwire.sync.connect(server.address) as service,
+        page_of(browser) as page,
+    ):
+        settings = {"model": "tiny", "data": service.files.upload(data).file_id, "max_tokens": 64, "max_steps": 2}
+        job = service.jobs.submit("sft", settings, name="axe").job_id
+        session = service.rollout_session("tiny", name="axe").session_id
+        runs = [
+            service.create_run("tiny", lora={"rank": rank}, name=f"axe-{rank}", record_batches=1.0) for rank in (1, 2)
+        ]
+        train(runs[0], 2)
+        runs[0].save_checkpoint("kept").result(60)
+        runs[0].record_rollouts(1, [{"group": 0, "member": n, "reward": n, "steps": []} for n in range(3)])
+        service.jobs.wait(job, 60)
+        here = f"run/{runs[0].run_id}"
+        paths = {
+            "": "", here: "Delete", f"compare?runs={runs[0].run_id},{runs[1].run_id}": "", "jobs": "New training",
+            f"jobs/{job}": "", "playground?prompt=one&tokens=3": "Generate", "run/none": "", "timeline": "",
+            "server": "", "uploads": "", "ratings": "", "audit": "", "sessions": "", f"sessions/{session}": "",
+            "login": "", f"{here}/batches": "", f"{here}/batches?n=1": "", f"{here}/rollouts": "",
+            f"{here}/journal": "", f"{here}/checkpoints": "Save checkpoint",
+        }  # fmt: skip
+        assert {page_at(path) for path in paths} == pages_of("console")
         page.emulate_media(color_scheme=scheme)
+        found = []
         for path, opened in paths.items():
             page.goto(f"{console.url}/{path}")
             expect(page.get_by_role("heading", level=1)).to_be_visible()
             if opened:
                 page.get_by_role("button", name=opened).click()
-            page.wait_for_timeout(500)  # dialogs fade in, and are pale until then
-            page.evaluate(AXE.read_text())
-            found = page.evaluate("axe.run().then((r) => r.violations.map((v) => [v.impact, v.id, v.nodes[0].html]))")
-            assert [each for each in found if each[0] in ("serious", "critical")] == [], path
+            found += violations(page)
             for width in (400, 2560):
                 page.set_viewport_size({"width": width, "height": 800})
                 page.wait_for_function(f"document.documentElement.scrollWidth <= {width}")  # charts follow
             page.set_viewport_size({"width": 1280, "height": 800})
+        assert found == []
 
 
 def _port() -> int:

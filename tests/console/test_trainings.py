@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import threading
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import gradwire
@@ -14,6 +16,7 @@ import pytest
 from gradwire import rl, sync
 from gradwire.router.world import World
 from playwright.sync_api import Page, expect
+from support.chats import chat_model
 from support.console import Console
 from support.server import Server
 
@@ -171,6 +174,28 @@ def test_reinforcement_with_tools(server: Server, console: Console, page: Page) 
     page.goto(f"{console.url}/timeline")
     kinds = {each.get("cat") for each in page.request.get(f"{console.url}/api/trace").json()["traceEvents"]}
     assert {"compute", "sampling", "wait"} <= kinds
+
+
+def test_a_job_on_rewards_shows_its_answers(tmp_path: Path, page: Page) -> None:
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps({"question": f"{a} and 1?", "answer": str(a + 1)}) + "\n" for a in range(12)))
+    with (
+        Server(chat_model(tmp_path / "model", "marked"), tmp_path / "state", "--job-workers", "1") as server,
+        Console(server.address) as console,
+        gradwire.sync.connect(server.address) as service,
+    ):
+        settings = {"model": "tiny", "data": str(data), "batch_size": 2, "group_size": 4, "answer_tokens": 4}
+        settings |= {"max_steps": 2, "held_out": 0.0, "max_tokens": 128, "tags": {"stage": "rewards"}}
+        job = service.jobs.wait(service.jobs.submit("grpo", settings, name="sums by rewards").job_id, 240)
+        assert job.state == "succeeded", job.error
+        page.goto(f"{console.url}/?group=tag+stage")
+        expect(page.locator("tr.group")).to_contain_text("stage = rewards")
+        page.get_by_role("link", name="sums by rewards").click()
+        page.get_by_role("link", name="Rollouts").click()
+        expect(page.locator(".gw-answers .gw-panel")).to_have_count(4)
+        expect(page.locator(".gw-answers .gw-panel").first).to_contain_text("number")
+        page.get_by_role("link", name="Batches").click()
+        expect(page.locator("tbody a").first).to_be_visible()
 
 
 def test_a_router_is_followed(server: Server, console: Console, page: Page) -> None:

@@ -191,6 +191,8 @@ class TrainingForm:
         if not self._data.value or self._workspaces.read_only:
             self._rows.clear()
             with self._rows:
+                if not self._files:
+                    plain("Upload a file with a row a line, by the button beside Data.", "text")
                 plain("The first rows of the data stand here, as the model learns them.", "quiet")
             return
         self._rows.clear()

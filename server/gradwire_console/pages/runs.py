@@ -108,7 +108,8 @@ class _Rows:
                 if name in last:
                     cells |= {f"m {name}": last[name].text(4), f"m {name}_sort": last[name].value}
             there = record.metrics_over("step")
-            shown = next((name for name in self.metrics if name in there), "")
+            telling = sorted(self.metrics, key=lambda name: name != "reward_mean")  # a loss on rewards is about zero
+            shown = next((name for name in telling if name in there), "")
             cells |= {"curve": polyline(record, shown), "curve_hint": shown} if shown else {}
             known = self._known[run_id] = len(record), cells
         return known[1]
@@ -117,7 +118,11 @@ class _Rows:
 def _columns(metrics: Sequence[str]) -> tuple[Column, ...]:
     figures = [Column(f"m {name}", name, f"The newest {name}", num=True, mean=True, sparse=True) for name in metrics]
     curve = Column(
-        "curve", "Curve", "The first of these figures that a run has, over its steps", curve=True, sparse=True
+        "curve",
+        "Curve",
+        "The mean reward, else the first of these figures that a run has, over its steps",
+        curve=True,
+        sparse=True,
     )
     return (*FIRST, *figures, curve, *LAST)
 

@@ -3,7 +3,7 @@
 const LONG = 60, SPARE = 4; // rows from which on those outside the window are left out, and how many beside it stay
 const TERM = /^([^:<>=]+)(:|<=|>=|<|>)(.+)$/;
 const name = (text) => text.toLowerCase().replace(/[ _]/g, "");
-const one = (units) => units.replace(/ies$/, "y").replace(/(?<=ch)es$|s$/, ""); // batches -> batch, entries -> entry
+const one = (units) => units.replace(/ies$/, "y").replace(/ches$/, "ch").replace(/s$/, ""); // batches -> batch, entries -> entry
 
 export default {
   template: `

@@ -92,7 +92,7 @@ class RunInfo:
         lanes: Number of ranks that can share its work.
         engine_s: Seconds that engines have computed for it; of what is computed together, its share.
         record_batches: Share of its batches that the server records.
-        neftune_noise_alpha: Of the noise that training adds to its embeddings; 0 for none.
+        neftune_noise_alpha: Size of the noise that training adds to its embeddings; 0 for none.
     """
 
     run_id: str
@@ -247,7 +247,7 @@ class ServerInfo:
         engines: State of each engine, by number.
         key_name: Name of your key; empty on a server without keys.
         role: Its role: ``"admin"``, ``"user"`` or ``"viewer"``; empty on a server without keys.
-        price_per_hour: Of one engine, as the server was told; 0 if it was not.
+        price_per_hour: Price of one engine, as set on the server; 0 if it is not set.
     """
 
     version: str

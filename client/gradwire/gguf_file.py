@@ -30,12 +30,12 @@ class Family:
     """A family of models as llama.cpp computes it.
 
     Attributes:
-        name: Of its architecture in the package gguf.
+        name: Name of its architecture in the package gguf.
         interleaved: Whether rotated pairs stand side by side, and not a half of a head apart as in transformers.
         norm: Added to the scales of norms, which transformers keeps as their difference from it.
         full_every: Every so-manieth layer attends to all tokens, others to a window; 0: llama.cpp has no windows here.
         local_theta: Base of the rotary frequencies of layers with a window; 0: that of the others.
-        activation: Of the feed-forward layers.
+        activation: Activation of the feed-forward layers.
         keys: Key of the configuration -> method of the writer, besides the common ones.
     """
 

@@ -37,8 +37,8 @@ class History:
         operation: ``"forward_backward"``, ``"optim_step"``, ``"sample"`` and so on.
         loss: float64; NaN if there is none.
         metrics: One column per metric, float64; NaN if the operation has no such metric.
-        learning_rate: Of an ``optim_step`` or ``train_step``, else NaN.
-        grad_norm: Of an ``optim_step`` or ``train_step``, before clipping, else NaN.
+        learning_rate: Learning rate of an ``optim_step`` or ``train_step``, else NaN.
+        grad_norm: Gradient norm before clipping of an ``optim_step`` or ``train_step``, else NaN.
         tokens: Tokens that went through the model or were sampled.
         seconds: Compute time on the server.
         loss_fn: The loss of a ``forward_backward``, ``train_step`` or ``forward``, else ``""``.

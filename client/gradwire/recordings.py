@@ -32,8 +32,8 @@ class Recording:
         step: Optimizer steps of the run before it.
         time: Unix time in seconds.
         size_bytes: Size on the server's disk.
-        operation, loss_fn: Of a batch.
-        loss: Of a batch; None if it has none.
+        operation, loss_fn: The operation and loss of a batch.
+        loss: The loss's value on a batch; None if it has none.
         rows: Sequences, or rollouts.
         tokens: Tokens that went through the model.
     """
@@ -66,7 +66,7 @@ class RecordedSequence:
         logprobs: ``[T]`` log-probability under the trained weights, as the loss saw it, in nats.
         sampler_logprobs: ``[T]`` the same as the batch says of the policy that wrote the token.
         advantages: ``[T]`` as the loss used them, or as the batch has them.
-        reward: Of the sequence; NaN without.
+        reward: Reward of the sequence; NaN without.
     """
 
     row: int
@@ -164,8 +164,8 @@ class RunActivity:
     Attributes:
         operations: The newest, newest first: those without a result, and those that have one since the server started.
         recoveries: How often the run was brought back into an engine since the server started.
-        loading_s: Of a recovery now: seconds to load the newest checkpoint.
-        replay_s: Of a recovery now: seconds to repeat what follows that checkpoint.
+        loading_s: Seconds in which a recovery now would load the newest checkpoint.
+        replay_s: Seconds in which a recovery now would repeat the operations after that checkpoint.
     """
 
     operations: tuple[OperationInfo, ...]
@@ -215,7 +215,7 @@ class KeyInfo:
     """A key of a server, without its secret.
 
     Attributes:
-        name: Of whom it is; runs belong to it.
+        name: Name of its owner, to whom runs belong.
         role: ``"admin"``, ``"user"``, ``"viewer"`` or ``"engine"``.
         created_at: Unix time.
         revoked_at: Unix time; 0 for a valid key.

@@ -55,7 +55,7 @@ class RenderedTurns:
     Attributes:
         row: The row.
         conversation: Index of its conversation.
-        num_messages: Of the conversation's messages, which the row begins with.
+        num_messages: Number of the conversation's first messages with which the row begins.
         remarks: How what is learned differs from what was asked for; in the first row of a conversation.
     """
 

@@ -215,7 +215,7 @@ class SampledToken:
         logprob: Its log-probability, as in :class:`Sample`.
         text: The next piece of the stream's text. It may lag behind the tokens, where a token is a part of a character
             or could belong to a stop string; all tokens' texts together are the sample's.
-        stop_reason: Of the last token as in :class:`Sample`; else "".
+        stop_reason: With the last token, as in :class:`Sample`; else "".
         top_token_ids: ``[k]`` int, the most probable tokens in its place; None without ``top_logprobs``.
         top_logprobs: ``[k]`` float32, their log-probabilities.
     """
@@ -256,7 +256,7 @@ class SampleResult:
     Attributes:
         engines: Number of the engine that has generated each prompt's samples; empty if one has generated all.
         step: Number of optimizer steps of the run whose weights sampled; None for those of a model or a checkpoint.
-        num_cached_tokens: Of the prompts' tokens, those whose keys and values an earlier request had left.
+        num_cached_tokens: Number of the prompts' tokens whose keys and values an earlier request had left.
     """
 
     samples: list[list[Sample]]

@@ -24,8 +24,8 @@ def variant(name: str, description: str, *, reference: str, formula: str, **defa
     Args:
         name: The wire name.
         description: Its docstring, whose first paragraph a list of the losses shows.
-        reference, formula: As of every loss.
-        defaults: Of arguments of ``grpo``: a value, or a pydantic ``Field`` in place of its own.
+        reference, formula: The same as for every loss.
+        defaults: New defaults of arguments of ``grpo``: a value, or a pydantic ``Field`` in place of its own.
     """
     fields: dict[str, Any] = {}
     for argument, default in defaults.items():

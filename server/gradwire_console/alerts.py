@@ -69,7 +69,7 @@ class Alerts:
 
     Args:
         workspace: The runs.
-        webhook: Where to; gets JSON with ``text`` (what Slack and Mattermost show), ``run_id``, ``run``, ``alert``,
+        webhook: The address; gets JSON with ``text`` (what Slack and Mattermost show), ``run_id``, ``run``, ``alert``,
             ``what``, ``remedy`` and ``url``.
         console: Address of the console, for links.
     """

@@ -24,7 +24,7 @@ class Rated:
         source: A version, ``"base"``, the path of a checkpoint or the name of a model; "" for others.
         scores: Number of scores.
         mean: Their mean, 0 to 1; None without any.
-        wins, ties, losses: Of its answers against another source's, in rankings.
+        wins, ties, losses: Results of its answers against another source's, in rankings.
         weight: Share of the users that it is deployed for.
     """
 

@@ -43,7 +43,7 @@ async def start_process(
 
     Args:
         limit: Bytes of output that are read ahead.
-        options: As of :class:`subprocess.Popen`.
+        options: Options of :class:`subprocess.Popen`.
 
     Raises:
         OSError: The process cannot be started.

@@ -22,7 +22,7 @@ class Conversation:
             the row says of a message whether it is learned.
         tools: JSON schemas of the tools that it calls, if the row has any.
         template_kwargs: Further variables of the chat template.
-        weight: Of its tokens, in the loss and in the number that it is averaged over.
+        weight: Weight of its tokens, in the loss and in the number that it is averaged over.
         text: Plain text in place of messages: all of it is learned, as it is.
         images: Files of the images of the messages' parts ``{"type": "image"}``, in order.
         place: File and line that it came from.

@@ -35,7 +35,7 @@ class DataError(ValueError):
         place: Where the row is: a file and its line, or a data set and its row.
         reason: The row's fault.
         unnamed: Fields whose columns were not recognised, and which a mapping can name.
-        skipped: Where no row can be used: the errors of all of them.
+        skipped: The errors of all rows, if none can be used.
     """
 
     def __init__(self, place: str, reason: str, unnamed: Sequence[str] = (), skipped: Sequence[DataError] = ()) -> None:
@@ -53,7 +53,7 @@ class JsonError(ValueError):
     """Error for a text that is no JSON; the message says why in words for people.
 
     Attributes:
-        line: Of the text; 0 if it is not known.
+        line: Line of the text; 0 if it is not known.
     """
 
     def __init__(self, reason: str, line: int = 0) -> None:

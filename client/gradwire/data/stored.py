@@ -112,7 +112,7 @@ class Joined(Sequence[T], Generic[T]):
 
     Args:
         parts: The sequences.
-        chosen: Of each, the indices of its rows; a row may be chosen more than once.
+        chosen: The indices of each one's rows; a row may be chosen more than once.
     """
 
     def __init__(self, parts: Sequence[Sequence[T]], chosen: Sequence[Indices]) -> None:

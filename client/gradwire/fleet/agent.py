@@ -20,7 +20,7 @@ class RunningAgent:
     """An agent's process; the process of this object ends with it, so that Ray starts both again.
 
     Args:
-        arguments: Of the program `gradwire`.
+        arguments: Arguments of the program `gradwire`.
         key: The API key, of the role "engine"; none for a server without keys.
     """
 

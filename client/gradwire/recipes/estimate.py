@@ -16,8 +16,8 @@ class Estimate:
     """Estimated time and memory of a training.
 
     Attributes:
-        rows, tokens, steps: Of the training; tokens through the model, extrapolated from the first batches.
-        parameters: Of the model, and how many of them are trained.
+        rows, tokens, steps: Sizes of the training; tokens through the model, extrapolated from the first batches.
+        parameters: Number of the model's parameters, and how many of them are trained.
         memory_bytes: Weights, gradients and optimizer; activations come on top.
         seconds: Extrapolated from one step, evaluations included.
     """

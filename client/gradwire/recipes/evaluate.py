@@ -108,7 +108,7 @@ def graders_of(specs: Sequence[Any], service: Any = None) -> list[Grader]:
     """Build graders.
 
     Args:
-        service: Of the models that they ask.
+        service: The service with the models that they ask.
 
     Raises:
         SettingsError: One of them is not a valid grader.

@@ -50,7 +50,7 @@ async def train_rows(
         load: One of the loaders of :mod:`gradwire.data`.
         encode: Rows of the data set -> rows for the loss.
         loss_fn, kwargs: The loss.
-        head, num_labels: Of the run.
+        head, num_labels: Settings of the run.
         sampled: Rows that replace those of a step, if any.
         sampled_share: Share of the steps that they replace, for the estimate.
     """

@@ -375,7 +375,7 @@ def _refusals(indices: Sequence[int]) -> Iterator[None]:
     """Turn the server's errors about one conversation into :class:`RowRefusedError`.
 
     Args:
-        indices: Of the conversations.
+        indices: Indices of the conversations.
     """
     try:
         yield

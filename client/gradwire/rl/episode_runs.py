@@ -53,7 +53,7 @@ class EpisodeRuns:
         group_size: Episodes per group.
         environment: The environment of all episodes, or a builder that makes the environments of a group.
         worker: Makes the worker that runs the episodes of an environment; of another policy's members with its sampler.
-        batcher: Of the manager's sampler.
+        batcher: Batcher of the manager's sampler.
         others: Makes a batcher of another policy's sampler.
         shared: Whether the batcher also serves other collections.
         pace: How many episodes run at once, and how many are enough.

@@ -60,7 +60,7 @@ class OptimizerOptions(TypedDict, total=False):
         optimizer: ``"adamw"``, the default; ``"adamw8bit"``, whose moments take 2 bytes a weight instead of 8 (the
             server needs ``gradwire[quantize]``); ``"sgd"`` or ``"muon"`` (Jordan et al. 2024), which updates
             embeddings, heads, norms and biases by AdamW. Each keeps moments of its own.
-        momentum: Of ``"sgd"`` (0.9 by default) and ``"muon"`` (0.95); refused with the others.
+        momentum: For ``"sgd"`` (0.9 by default) and ``"muon"`` (0.95); refused with the others.
         head_learning_rate: Step size of the run's own head; by default the same. A run without one refuses it.
         decay: The weights that decay: ``"all"``, the default, or ``"matrices"`` only (no norms and
             biases).

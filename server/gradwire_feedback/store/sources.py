@@ -18,7 +18,7 @@ class RatedSource:
 
     Attributes:
         scores: Number of scores; ``mean`` is theirs, 0 without any.
-        wins, ties, losses: Of its answers against another source's, in rankings.
+        wins, ties, losses: Results of its answers against another source's, in rankings.
     """
 
     scores: int = 0

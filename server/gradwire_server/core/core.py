@@ -459,7 +459,7 @@ class Core(Startable):
         """Sample from a model, a checkpoint or a run's current weights that the caller may read.
 
         Args:
-            label: Under which it is counted in the key's usage; the run's name if empty.
+            label: The label under which it is counted in the key's usage; the run's name if empty.
             on_start: Called when an engine begins, and again later.
 
         Raises:

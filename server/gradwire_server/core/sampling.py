@@ -43,7 +43,7 @@ class Sampling:
         """Sample. A caller who is cancelled ends the generation.
 
         Args:
-            label: Under which it is counted; that of the run if empty.
+            label: The label under which it is counted; the run's name if empty.
             on_start: Called when an engine begins, and again later.
 
         Raises:

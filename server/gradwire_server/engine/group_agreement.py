@@ -53,7 +53,7 @@ class GroupMessages:
     """The messages, as one rank sees them.
 
     Args:
-        sockets: Of rank 0, one to each other rank in their order; of any other, one to rank 0.
+        sockets: Rank 0 has one to each other rank in their order; any other rank has one to rank 0.
     """
 
     def __init__(self, rank: int, sockets: Sequence[socket.socket]) -> None:

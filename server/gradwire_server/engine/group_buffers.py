@@ -28,7 +28,7 @@ class GroupBuffers:
     """The memory of all ranks, as each of them sees it.
 
     Args:
-        fds: As of :func:`open_buffers`; they are closed.
+        fds: The result of :func:`open_buffers`; they are closed.
     """
 
     def __init__(self, fds: Sequence[int]) -> None:

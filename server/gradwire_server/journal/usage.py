@@ -88,7 +88,7 @@ class Usage:
         Args:
             owner: Name of the key; empty on a server without keys.
             run: The run, or the one whose checkpoint is sampled from.
-            label: Under which it is counted; the run's name if empty.
+            label: The label under which it is counted; the run's name if empty.
             base_model: The model, if there is no run.
             session_id: The rollout session that asked, if one did.
         """

@@ -240,7 +240,7 @@ class Admission:
         The cancellation of a journaled operation is durable when this returns.
 
         Args:
-            epoch: Of the run's writer, who must still be it; 0: whoever cancels is not its writer.
+            epoch: Epoch of the run's writer, who must still be it; 0 for a caller who is not its writer.
 
         Raises:
             ServiceError: UNKNOWN_OPERATION for a number that was not submitted, STALE_EPOCH.

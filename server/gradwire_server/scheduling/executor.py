@@ -87,7 +87,7 @@ class Executor:
         """Send a request that is no operation, again if the engine dies.
 
         Args:
-            item: For which it is, which decides on the engine.
+            item: The run or visit that it is for, which decides on the engine.
             doing: The engine's work, in words for the error.
 
         Raises:

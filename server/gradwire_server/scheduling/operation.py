@@ -154,7 +154,7 @@ class QueuedOperation:
         header: The submitted operation without its payload.
         content: Identity of the operation, which tells a repeated submission from a reused number.
         payload: Payload in memory; None if it must be read from the journal.
-        pixels: Of its images; 0 if it was accepted before the server started.
+        pixels: Pixels of its images; 0 if it was accepted before the server started.
         accepted_at: Unix time in seconds.
         ack: Resolves with the acknowledgement once the operation is durable.
         refusal: Error found by the checks; becomes the result once the operations before it have theirs.

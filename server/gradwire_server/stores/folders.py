@@ -186,7 +186,7 @@ def superseded(place: Place) -> Superseded:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """What tells a folder from another one that takes its name; None if there is none."""
+    """A value that distinguishes a folder from a later one of the same name; None for a missing folder."""
     try:
         found = path.stat()
     except FileNotFoundError:

@@ -18,9 +18,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 LEAST_CHARS = 256
-"""Of a part, unless it is the last: shorter ones cost more to look up than to tokenize."""
+"""Minimum characters of a part, except the last: shorter ones cost more to look up than to tokenize."""
 KEPT_BYTES = 16 << 20
-"""What is kept of a model's parts: four bytes a token."""
+"""Bytes kept of a model's parts: four a token."""
 
 
 class KnownTexts:

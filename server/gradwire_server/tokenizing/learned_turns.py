@@ -34,7 +34,7 @@ class TurnError(Exception):
     """A turn that cannot be learned; the message says why.
 
     Attributes:
-        index: Of the message.
+        index: Index of the message.
     """
 
     def __init__(self, index: int, reason: str) -> None:

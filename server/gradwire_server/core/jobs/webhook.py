@@ -38,7 +38,7 @@ class Webhook:
     """Tells one address of the jobs that end.
 
     Args:
-        url: Where; "" for nowhere.
+        url: The address; "" for none.
         secret_file: The secret that signs, made here if there is none.
     """
 

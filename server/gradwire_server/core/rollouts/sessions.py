@@ -75,7 +75,7 @@ class RolloutSessions:
         find: Finds what a caller may sample from by its name.
 
     Attributes:
-        url: Of the HTTP door; empty while there is none.
+        url: Address of the HTTP door; empty while there is none.
         open_door: Opens one, if it may be opened when it is needed.
     """
 

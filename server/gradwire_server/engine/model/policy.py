@@ -46,7 +46,7 @@ class Policy:
         gradient_checkpointing: Whether training recomputes the activations of all micro-batches in the backward pass.
         dropout: Rate of the model's own dropout in training mode.
         router_aux_loss_coef: Coefficient of the experts' load-balancing loss in training; 0 for none.
-        noise_alpha: Of the noise on the embeddings in training mode; 0 for none.
+        noise_alpha: Size of the noise on the embeddings in training mode; 0 for none.
     """
 
     def __init__(

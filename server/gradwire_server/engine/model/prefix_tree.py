@@ -106,7 +106,7 @@ def branches(keys: Tensor, lengths: Tensor, sequences: Sequence[int]) -> Iterato
     """Divide what sequences hold, in an order in which those that attend to a node follow it, and each other.
 
     Args:
-        keys, lengths, sequences: As of :func:`neighbours`.
+        keys, lengths, sequences: See :func:`neighbours`.
     """
     sizes: list[int] = lengths.tolist()
     if len(sequences) < 2:

@@ -340,7 +340,7 @@ class SplitModel:
         Args:
             chunks: Whether feed-forward layers compute the tokens in chunks.
             dropout: Rate of the model's own dropout in training mode.
-            noise_alpha: Of the noise on the embeddings in training mode.
+            noise_alpha: Size of the noise on the embeddings in training mode.
         """
         self._noise.alpha = noise_alpha if training else 0.0
         self._feed_forward.chunked = chunks

@@ -160,7 +160,7 @@ class Execution:
         Its run is otherwise unchanged, except that a step ends its accumulation.
 
         Args:
-            seconds: As of :meth:`succeeded`.
+            seconds: See :meth:`succeeded`.
 
         Raises:
             Exception: The error itself, if the process cannot continue after it.

@@ -63,7 +63,7 @@ class Asked:
         draws: Tokens to draw in each place of the prompts; None for none.
         owner: The key that the samples are for.
         alone: Whether no other samples may go through the model with these.
-        salt: Of those whose prompts' known beginnings may be used.
+        salt: Requests with the same salt share the known beginnings of prompts.
     """
 
     policy: Policy

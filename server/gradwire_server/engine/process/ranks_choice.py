@@ -23,7 +23,7 @@ def chosen(settings: EngineSettings, share: Share) -> tuple[EngineSettings, str]
     """Settings with a number of ranks, and whether models are divided among them, of which neither is ``auto``.
 
     Args:
-        share: Of one of so many ranks as the settings give.
+        share: The machine's share of one rank, of as many as the settings give.
 
     Returns:
         They, and a sentence that says why there are several ranks or divided models; empty otherwise.

@@ -66,7 +66,7 @@ class TokenBytes(NamedTuple):
     Attributes:
         kept: With all activations kept.
         recomputed: With layers computed again: their inputs, and ``working``.
-        working: Of one layer alone, and what exists for a moment.
+        working: Activations of one layer alone, and temporary tensors.
     """
 
     kept: float

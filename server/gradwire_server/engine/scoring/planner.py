@@ -106,7 +106,7 @@ def split(
     """Split a batch into micro-batches that compute at most that many tokens each, unless one example has more.
 
     Args:
-        tree_tokens, image_cost, lanes: As of :class:`Budget`.
+        tree_tokens, image_cost, lanes: See :class:`Budget`.
     """
     if not batch.num_examples:
         return []

@@ -109,8 +109,8 @@ class Estimate:
     """The memory of a workload on a device.
 
     Attributes:
-        context_length: Of the model, in tokens.
-        trained_parameters: Of each run.
+        context_length: The model's context in tokens.
+        trained_parameters: Number of parameters that each run trains.
         parts: Name -> bytes; the names are those of :data:`PARTS`.
         chosen: How the micro-batch's activations are handled.
         microbatch_rows: Rows that go through the model together.

@@ -122,7 +122,7 @@ class DifferentiableScores:
         """Collect each key's gradient in the weights, of this process's micro-batches; can be called once only.
 
         Args:
-            collectors: Of each batch's run.
+            collectors: The collector of each batch's run.
             gradients: For each batch: key -> its gradients in the scores, and in :data:`.routers.PROBABILITIES`; a key
                 of another process only has none.
             lane: That of the first micro-batch.
@@ -201,7 +201,7 @@ def combined(
     """Each batch's scores, of those of all micro-batches, and what the routers of a mixture of experts decided.
 
     Args:
-        scorings, parts: As of :class:`DifferentiableScores`.
+        scorings, parts: See :class:`DifferentiableScores`.
         by_micro: For each micro-batch the scores of each batch.
     """
     by_name = [

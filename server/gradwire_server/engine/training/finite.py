@@ -50,7 +50,7 @@ def non_finite_loss(
     """Make an error that names the first row whose own loss is not finite, or no row if only the total is not.
 
     Args:
-        rows: As of :func:`check_finite`.
+        rows: See :func:`check_finite`.
         loss: Evaluates it on some of the batch, given these scores of it.
     """
     row = None

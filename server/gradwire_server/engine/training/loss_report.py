@@ -125,7 +125,7 @@ def reported(
     Args:
         outputs: Wanted scores of the whole batch, on the host.
         sums: The settled loss; None without a loss.
-        recomputed, activations: As of :class:`LossEvaluation`.
+        recomputed, activations: See :class:`LossEvaluation`.
     """
     metrics = sums.metrics() if sums else {}
     return LossEvaluation(

@@ -30,8 +30,8 @@ def tagged(opens: str, closes: str, pair_opens: str, pair_closes: str) -> Reader
 
     Args:
         opens, closes: Patterns of a call's begin, which captures the name, and end.
-        pair_opens, pair_closes: Of an argument's, within the call. The first captures the key, and may capture in a
-            group ``text`` what tells that the value is a text, whatever the schema says.
+        pair_opens, pair_closes: Patterns of an argument's begin and end. The first captures the key, and may capture in
+            a group ``text`` what tells that the value is a text, whatever the schema says.
     """
     call, pair = (re.compile(opens), re.compile(closes)), (re.compile(pair_opens), re.compile(pair_closes))
 

@@ -312,7 +312,7 @@ def _logprobs(
 
     Args:
         offsets: Where each token begins in the text.
-        length: Of the text, which a stop string may have cut; None while it grows.
+        length: Length of the text, which a stop string may have cut; None while it grows.
     """
     texts = [text_of(token) for token in tokens.ids]
     tops: list[dict[str, float] | None] = []

@@ -53,7 +53,7 @@ class EncodedBatch:
     Attributes:
         header: Its operation, the description and the digest of its tensors.
         payload: Their bytes, in parts.
-        widths: As of a :class:`LossBatch`.
+        widths: The widths of the :class:`LossBatch`.
     """
 
     header: pb.OperationHeader

@@ -84,8 +84,8 @@ class ModelRecord(OwnedRecord):
 
     Attributes:
         run_id: The run; empty until it is made.
-        base_model, rank, alpha, seed, train_attn, train_mlp, train_unembed: Of a new one.
-        path: Of one that starts from a checkpoint.
+        base_model, rank, alpha, seed, train_attn, train_mlp, train_unembed: The settings of a new model.
+        path: The checkpoint that it starts from; empty for a new model.
         optimizer: Whether that one takes the optimizer's state too.
         error: Why it could not be made, as a serialized error in hex; empty otherwise.
         failure_seen: Number of the newest failed operation whose failure was delivered.
@@ -136,8 +136,8 @@ class SavedRecord(OwnedRecord):
         expires_at: When it is deleted; None for never.
         seq: Number of the operation that writes it. A record of a checkpoint is of the one that this operation wrote,
             and of no other with its path.
-        size_bytes: Of exported weights, once they are written.
-        recipients: Of exported weights, the age recipients to whom their files are encrypted.
+        size_bytes: Bytes of exported weights, once they are written.
+        recipients: The age recipients to whom exported weights are encrypted.
     """
 
     path: str

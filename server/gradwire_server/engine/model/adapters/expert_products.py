@@ -78,7 +78,7 @@ class AdaptedWeight:
         weight: ``[O, I]`` of a layer, or ``[E, O, I]`` of experts.
         left: ``[O, R]`` or ``[E, O, R]``.
         right: ``[R, I]`` or ``[E, R, I]``.
-        scale: Of the factors' product.
+        scale: Scale of the factors' product.
     """
 
     def __init__(self, weight: Tensor, left: Tensor, right: Tensor, scale: float) -> None:

@@ -111,7 +111,7 @@ class _Row:
         known: Digest of the last shared page.
         own: Pages of the row alone.
         tokens: Tokens in these, while what was computed may become known.
-        shift: As of its prompt's images.
+        shift: The shift of its prompt's images.
     """
 
     tree: bytes

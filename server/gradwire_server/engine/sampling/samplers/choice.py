@@ -16,7 +16,7 @@ def make_sampler(name: str, pool: ModelPool, agreement: Agreement, cache_bytes: 
 
     Args:
         cache_bytes: Maximum bytes of the local sampler's keys and values.
-        speculate: Of the local sampler.
+        speculate: Speculation of the local sampler.
 
     Raises:
         OperationError: UNSUPPORTED if vLLM is not installed.

@@ -50,7 +50,7 @@ class VllmSampler:
         max_adapters: Maximum number of adapters in one batch of vLLM.
         memory_share: Share of the GPU's memory, from 0 to 1, that each of vLLM's engines reserves while it is awake.
         sleeps: Whether they sleep while a batch is trained on; by default on a GPU, as vLLM cannot on a CPU.
-        cache_bytes, speculate: Of the local sampler.
+        cache_bytes, speculate: Settings of the local sampler.
 
     Raises:
         OperationError: UNSUPPORTED if vLLM is not installed.

@@ -92,7 +92,7 @@ def resolve(
     """Resolve hyperparameters.
 
     Args:
-        param: Where the request has them.
+        param: The request's parameter that holds them.
         evaluates: Whether there is a validation file.
 
     Raises:

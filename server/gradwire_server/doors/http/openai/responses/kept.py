@@ -28,7 +28,7 @@ class Kept:
         content: It, as JSON.
         items: The items before it, its input and its output, as JSON.
         inputs: How many of the items were there before the output.
-        ids: Of the items of its output.
+        ids: Ids of the items of its output.
         until: ``time.monotonic()`` at which it ends.
     """
 

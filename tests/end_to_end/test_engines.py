@@ -16,6 +16,7 @@ import gradwire
 import pytest
 from gradwire.cli.app import app
 from support.server import Server
+from support.tiny import tiny_model
 from typer.testing import CliRunner
 
 pytestmark = pytest.mark.long
@@ -95,6 +96,21 @@ def test_an_administrator_moves_runs_and_drains_an_engine(server: Server) -> Non
         for words in ((), (run_id, "--drain", "0")):
             assert "give ids of runs, or --drain ENGINE" in move(*words)
         client.delete_run(run_id)
+
+
+async def test_a_prompt_goes_where_its_beginning_is_known(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "tiny", context_length=1024)
+    server = Server(model, tmp_path / "state", "--engines", "2", "--threads", "1").start()
+    talk = [5 + number * 7 % 60 for number in range(600)]
+    async with gradwire.connect(server.address) as client:
+        sampler = client.sampling_client("tiny")
+        busy = sampler.stream([1, 2, 3], max_tokens=1000, ignore_eos=True)
+        await anext(busy)  # engine 0 has this one
+        for tokens in (300, 450, 600):
+            found = await sampler.sample([talk[:tokens]], max_tokens=2, ignore_eos=True)
+            assert found.num_cached_tokens >= tokens - 150 - 16 or tokens == 300
+            await busy.aclose()  # from now on both engines have nothing to do
+    assert server.end() == 0
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ from gradwire_server.scheduling.operation import (
 from gradwire_server.scheduling.replay import CannotRestore
 from gradwire_server.scheduling.results import Results
 from gradwire_server.scheduling.run_queue import RunQueue
+from gradwire_server.scheduling.sent_prompts import beginnings
 from gradwire_server.scheduling.spread_samples import SpreadSamples, end, tell_result
 from gradwire_server.scheduling.who_is_next import EngineQueue, Placement, Visit, WhoIsNext
 from gradwire_server.stores.store import Store
@@ -310,7 +311,9 @@ class Dispatcher:
         request = engine_pb2.EngineRequest(sample=asked, streams=on_frame is not None, owner=usage.owner)
         if run is not None:
             request.sampled_run = run.record.run_id
-        visit = Visit(usage.owner, Load(prompt_tokens, samples=not asked.call.prompt_logprobs), run, model)
+        load = Load(prompt_tokens, samples=not asked.call.prompt_logprobs)
+        several = run is None and len(self._placement.engines) > 1
+        visit = Visit(usage.owner, load, run, model, prompt=beginnings(usage.owner, asked) if several else ())
 
         def finished(result: pb.OperationResult) -> None:
             self._metrics.finished("", pb.Operation(sample=asked.call), result)

@@ -36,6 +36,7 @@ from gradwire_server.engine_client.pool import EnginePool
 from gradwire_server.engine_link.crash_marks import SLOTS
 from gradwire_server.scheduling.operation import Load, OperationState, QueuedOperation, verdict_on
 from gradwire_server.scheduling.run_queue import RunQueue
+from gradwire_server.scheduling.sent_prompts import SentPrompts
 
 T = TypeVar("T")
 
@@ -179,6 +180,7 @@ class Visit:
         run: The run whose engine it needs; None for any engine with its model.
         model: The model that it needs; "" for any.
         engine: The engine that it is for, while that has a process.
+        prompt: The :func:`.sent_prompts.beginnings` of what it samples from.
         given: Resolves with the engine when it is its turn.
     """
 
@@ -187,6 +189,7 @@ class Visit:
     run: RunQueue | None = None
     model: str = ""
     engine: EngineQueue | None = None
+    prompt: Sequence[bytes] = ()
     given: asyncio.Future[EngineQueue] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -198,6 +201,7 @@ class EngineQueue:
         fair_queue: The items that wait for it, and the counters of its requests.
         sizes: Bytes of the runs that are placed on it, by run id.
         drains: Whether nothing more is placed on it.
+        prompts: The beginnings of prompts that it was sent.
     """
 
     engine: EngineClient
@@ -205,6 +209,10 @@ class EngineQueue:
     sizes: dict[str, int] = field(default_factory=dict)
     nbytes: int = 0
     drains: bool = False
+    prompts: SentPrompts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompts = SentPrompts(self.engine)
 
     def add(self, run_id: str, size: int) -> None:
         """Place a run here, or change its size."""
@@ -300,14 +308,17 @@ class Placement:
             await changed.wait()
 
     def target(self, item: RunQueue | Visit) -> EngineQueue:
-        """The engine that an item goes to: that of its run, or the least busy one with its model."""
+        """The engine that an item goes to: that of its run, or the least busy one with its model.
+
+        Among these one counts as less busy if it was sent prompts that begin alike.
+        """
         queue = item if isinstance(item, RunQueue) else item.run
         if queue is not None:
             return self.place(queue)
         assert isinstance(item, Visit)
         if item.engine is not None and item.engine.is_up:
             return item.engine
-        return min(self.able(item.model), key=lambda there: there.fair_queue.load)
+        return min(self.able(item.model), key=lambda there: there.fair_queue.load - there.prompts.worth(item.prompt))
 
     def measure(self, queue: RunQueue) -> None:
         """Take note of the size of a run that was just created."""
@@ -386,6 +397,8 @@ class WhoIsNext:
     def put(self, item: RunQueue | Visit) -> None:
         """Let an item wait for the engine that it goes to."""
         there = self._placement.target(item)
+        if isinstance(item, Visit):
+            there.prompts.add(item.prompt)
         if item not in there.fair_queue:
             there.fair_queue.put(item.record.owner if isinstance(item, RunQueue) else item.owner, item)
 

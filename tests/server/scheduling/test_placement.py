@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.key_file import Quota
 from gradwire_server.access.quotas import Usage
 from gradwire_server.config import ServerConfig
+from gradwire_server.engine_client.client import Holder
 from gradwire_server.engine_client.pool import EnginePool, own_engines, visible_gpus
 from gradwire_server.journal.run_row import new_record
 from gradwire_server.limits import Limits
 from gradwire_server.scheduling.operation import Load, QueuedOperation
 from gradwire_server.scheduling.run_queue import RunQueue
-from gradwire_server.scheduling.who_is_next import LEAST_BYTES, Placement
+from gradwire_server.scheduling.sent_prompts import BLOCK, BLOCKS, MOST, REQUEST, beginnings
+from gradwire_server.scheduling.who_is_next import LEAST_BYTES, Placement, Visit
 from support.fake_engine import FakeEngine
 
 LIMITS = Limits()
@@ -114,3 +118,51 @@ async def test_a_run_keeps_its_place_while_every_engine_is_down(tmp_path: Path) 
     others = [engine for engine in engines if engine.number != first.engine.number]
     others[0].begin()
     assert placed.place(run).engine is others[0]
+
+
+def sampled(ids: list[int], text: str = "", **settings: Any) -> pb.SampleRequest:
+    call = pb.SampleCall(prompts=[text] if text else [])
+    return pb.SampleRequest(call=call, prompt_ids=[pb.TokenIds(ids=ids)] if ids else [], **settings)
+
+
+def test_beginnings_are_equal_as_far_as_prompts_are() -> None:
+    ids = [number % 97 for number in range(5 * BLOCK + 1)]
+    whole = beginnings("ada", sampled(ids, model="tiny"))
+    assert len(whole) == 5
+    longer = beginnings("ada", sampled([*ids[: 3 * BLOCK], 98, *ids], model="tiny"))
+    assert [one == other for one, other in zip(whole, longer, strict=False)] == [True] * 3 + [False] * 2
+    for other in (beginnings("bob", sampled(ids, model="tiny")), beginnings("ada", sampled(ids, model="run-1/a"))):
+        assert not set(whole) & set(other)
+    assert len(beginnings("ada", sampled([], "é" * (2 * BLOCK + 1)))) == 2
+    assert beginnings("ada", sampled([])) == beginnings("ada", sampled(ids[:BLOCK])) == []
+    assert beginnings("ada", sampled(ids, prompt_images=[pb.ImageNumbers(images=[0])])) == []
+
+
+async def test_a_prompt_goes_to_the_engine_that_knows_it_unless_that_is_busier(tmp_path: Path) -> None:
+    engines, placed = placement(tmp_path, 3)
+    prompt = beginnings("ada", sampled([number % 97 for number in range(2 * REQUEST + 1)], model="tiny"))
+    there = placed.engines[2]
+    there.prompts.add(prompt[: len(prompt) // 2])
+
+    def goes(prompt: Sequence[bytes]) -> int:
+        return placed.target(Visit("ada", Load(1, samples=True), model="tiny", prompt=prompt)).engine.number
+
+    assert goes(prompt) == 2 and goes(()) == 0
+    there.fair_queue.enter("ada", Load(1, samples=True))
+    assert goes(prompt) == 0, "half of it is worth one request"
+    there.prompts.add(prompt)
+    assert goes(prompt) == 2
+    engines[2].holder.alive = False
+    engines[2].holder = Holder()
+    there.fair_queue.leave("ada", Load(1, samples=True))
+    assert goes(prompt) == 0, "a new process knows nothing"
+
+
+async def test_what_an_engine_was_sent_is_bounded(tmp_path: Path) -> None:
+    _, placed = placement(tmp_path, 1)
+    sent = placed.engines[0].prompts
+    first, other = ([bytes([kind]) + number.to_bytes(4) for number in range(BLOCKS)] for kind in (0, 1))
+    sent.add(first)
+    assert sent.worth(first) == MOST
+    sent.add(other[:-1])
+    assert sent.worth(first[:4]) == BLOCK / REQUEST, "the end of a prompt is forgotten first"

@@ -27,7 +27,7 @@ from gradwire_server.engine.model.attention.blocks import in_blocks, in_order
 from gradwire_server.engine.model.attention.masked import masked_attention
 from gradwire_server.engine.model.attention.paged import PagedDecode, PagedPrefill
 from gradwire_server.engine.model.attention.varlen import kernel_for
-from gradwire_server.engine.model.layers.cpu_kernels import CpuKernels, cpu_kernels
+from gradwire_server.engine.model.layers.cpu_kernels import CpuKernels, cpu_kernels, takes
 from gradwire_server.engine.model.meta_device import computes_as_cpu, is_estimate
 from gradwire_server.engine.model.packing import Layout, lay_out
 
@@ -104,6 +104,9 @@ def packed_attention(
             return layout.attend(module, q, k, v, scale)[None], None
         keys, values = layout.write(module, k, v)
         if layout.layout is None:
+            kernels = cpu_kernels() if by_kernel and takes(q, keys, values) else None
+            if kernels is not None and q.shape[2] == v.shape[2] and not kernels.missing(q.shape[2]):
+                return kernels.attend_in_order(q, keys, values, layout.ordered, scale)[0][None], None
             return masked_attention(q, keys, values, layout.segments, scale)[None], None
         layout = layout.layout
     window = sliding_window if sliding_window and sliding_window < layout.reach else None

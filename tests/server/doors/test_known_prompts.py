@@ -1,4 +1,4 @@
-"""Beginnings of prompts that are computed once: by which doors they are found, for whom, and what is told of them."""
+"""Beginnings of prompts that are computed once, and drafts: by which doors, for whom, and what is told of them."""
 
 from __future__ import annotations
 
@@ -161,3 +161,26 @@ def test_a_long_prompt_lets_a_stream_go_on(asking: tuple[Asking, Asking, str]) -
     assert beside["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(
         again["choices"][0]["logprobs"]["token_logprobs"], abs=2e-5
     )
+
+
+async def test_sessions_record_what_was_drafted_and_metrics_count_it(asking: tuple[Asking, Asking, str]) -> None:
+    ann, _, metrics = asking
+
+    def counted(use: str) -> float:
+        line = f'gradwire_tokens_total{{use="{use}"}} '
+        return sum(float(each.removeprefix(line)) for each in httpx.get(metrics).text.splitlines() if line in each)
+
+    before = counted("drafted"), counted("accepted")
+    async with gradwire.connect(ann.server.address, api_key=ann.secret) as service:
+        session = await service.rollout_session("tiny")
+        said = [{"role": "user", "content": "the cat sat on the mat"}]
+        bias = {str(token): 30 for token in range(5, 9)}  # with which a random model repeats itself
+        body = {"model": "any", "messages": said, "max_tokens": 60, "temperature": 0.3, "logit_bias": bias}
+        headers = {"x-api-key": session.key}
+        async with httpx.AsyncClient(base_url=session.url, headers=headers, timeout=60) as http:
+            answer = (await http.post("/v1/chat/completions", json=body | {"return_token_ids": True})).json()
+        (turn,) = (await session.rollout()).turns
+    assert turn.response_ids.tolist() == answer["choices"][0]["token_ids"]
+    assert len(turn.response_ids) == len(turn.logprobs) == 60 and set(turn.response_ids) <= set(range(5, 9))
+    drafted, accepted = counted("drafted") - before[0], counted("accepted") - before[1]
+    assert 3 < accepted <= drafted

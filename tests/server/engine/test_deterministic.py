@@ -94,6 +94,25 @@ def same(sampled: list[np.ndarray], others: list[np.ndarray]) -> bool:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drafts_change_no_bit(folder: Path, tmp_path: Path, dtype: str) -> None:
+    found = []
+    for speculate in ("auto", "off"):
+        (state := tmp_path / speculate).mkdir()
+        settings: dict[str, Any] = {"dtype": dtype, "deterministic": True, "speculate": speculate}
+        engine = LocalEngine({"tiny": folder}, state, **settings)
+        engine.create("run-a", lora=4)
+        engine.train("run-a", token_rows(random_rows(20, 9)), 3e-3)
+        bias = [
+            pb.LogitBias(token=token, bias=12.0) for token in range(5, 9)
+        ]  # with which a random model repeats itself
+        call = pb.SampleCall(n=2, max_tokens=50, temperature=0.3, seed=3, ignore_eos=True, logit_bias=bias)
+        result = engine.do("run-a", token_rows([[3, 5, 6, 7, 8, 5, 6]], "prompt_ids"), sample=call)
+        found.append([each.tobytes() for name in ("token_ids", "logprobs") for each in parted(result, name)])
+        assert (result.proto.sample.num_accepted_tokens > 3) == (speculate == "auto")
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lora", [4, None], ids=["lora", "full"])
 def test_the_ratio_of_training_to_sampling_is_one_exactly(
     folder: Path, tmp_path: Path, dtype: str, lora: int | None

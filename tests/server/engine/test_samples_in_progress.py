@@ -128,6 +128,26 @@ def test_samples_go_on_between_the_micro_batches_of_a_batch(loss: str, tiny_mode
     assert told_of[0] == told_of[1]
 
 
+def test_drafts_between_micro_batches_change_no_bit(tiny_model_path: Path, tmp_path: Path) -> None:
+    rows, asked_loss = rows_of("causal_lm")
+    # With these biases a random model repeats itself.
+    bias = [pb.LogitBias(token_id=token, bias=30.0) for token in range(5, 9)]
+    asked = pb.SampleRequest(
+        model="tiny", call=call(50, seed=1, n=2, temperature=0.3, logit_bias=bias),
+        prompt_ids=[pb.TokenIds(ids=[1, 5, 6, 7, 8, 5, 6])],
+    )  # fmt: skip
+    found = []
+    for speculate in ("auto", "off"):
+        engine = Looped({"tiny": tiny_model_path}, tmp_path / speculate, microbatch_tokens=8, speculate=speculate)
+        engine.create("run-a", seed=1, lora={"rank": 4})
+        ids = [engine.give("", sample=asked), engine.give("run-a", rows, forward_backward=asked_loss)]
+        answers = engine.work()
+        assert next(iter(answers)) == ids[0], "the samples are there before the micro-batches"
+        assert (answers[ids[0]].reply.result.sample.num_accepted_tokens > 3) == (speculate == "auto")
+        found.append((told(answers[ids[0]]), answers[ids[1]].reply.result.loss))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("loss", ["causal_lm", "bco"])
 def test_small_operations_go_between_the_micro_batches_of_a_large_one(
     loss: str, tiny_model_path: Path, tmp_path: Path

@@ -127,11 +127,11 @@ def test_samples_are_the_same_to_the_bit(pool: ModelPool, tokens: TextTokenizer,
 
 @pytest.mark.parametrize("rank", [4, 20])
 def test_an_adapter_is_drafted_for(pool: ModelPool, rank: int) -> None:
-    """In float32: in bfloat16 its products have other bits beside other rows."""
     policy = adapter_of(pool, f"of {rank}", rank)
     params = SamplingParams(max_tokens=40, seed=3, n=2, temperature=0.5, ignore_eos=True, logit_bias=FEW)
     found = compared(lambda sampler: [sampler.begin(policy, PROMPTS, params)])
-    assert found.accepted > 3 if policy.split_model.dtype == torch.float32 else not found.accepted
+    alike = speculation._same_products(policy)  # in bfloat16 by torch, which does not promise it
+    assert found.accepted > 3 if alike else not found.accepted
     policy.close()
 
 
@@ -326,6 +326,18 @@ def test_lengths_follow_what_is_accepted() -> None:
     assert drafts.draft(1 / 17, 99) == [] and drafts.share < 1 / 17
     drafts = drafts_of([*source, 1, 2, 3], source[:6])
     assert len(drafts.draft(0.5, 99)) < len(drafts.draft(1 / 17, 99))
+
+
+def test_a_context_that_says_a_third_of_the_tokens_is_not_drafted_from() -> None:
+    """As prose, which repeats phrases: a forward with a draft costs more than such a draft brings."""
+    source = list(range(100, 400))
+    drafts, drafted = drafts_of([*source, 1, 2, 3]), list[int]()
+    for number in range(90):  # three tokens as before and another one, or four
+        begin = 3 * number
+        for token in (*source[begin : begin + GRAM + (number % 3 == 0)], 1000 + number):
+            drafts.add(token)
+            drafted.append(len(drafts.draft(1 / 17, 99)))
+    assert 0.1 < drafts.share < 0.4 and any(drafted[:8]) and not any(drafted[40:])
 
 
 def test_an_index_is_as_long_as_its_text() -> None:

@@ -65,6 +65,8 @@ class Speculation:
         if not count or not isinstance(values, Pages) or not any(rows.drafts):
             return none
         split_model = rows.job[0].policy.split_model
+        if split_model.device.type == "meta":  # which has no numbers to compare
+            return none
         low = self.mode == "auto" and split_model.dtype in HALVES and not split_model.exact
         most = min(most, LOW_ROWS if low else MOST_ROWS)
         if count >= most:
@@ -77,6 +79,8 @@ class Speculation:
         if not any(drafts):
             return none
         policies = _policies(rows)
+        if low and len(policies) > 1:  # their adapters' products are of other shapes beside other rows
+            return none
         if self.mode == "auto" and not (all(values.alone(split_model)) and all(map(self._computes_alike, policies))):
             return none
         if count > 1 and values.more(rows.length) + PAGE * sum(map(bool, drafts)) > cache_tokens:
@@ -121,14 +125,21 @@ def _same_products(policy: Policy) -> bool:
     dtype, generator = policy.split_model.dtype, torch.Generator().manual_seed(0)
     if dtype not in HALVES or policy.split_model.exact:
         return True
+    shapes = {each.weight.shape for each in policy.model.modules() if type(each) is nn.Linear}
     if policy.adapter is not None:
-        return False
-    for shape in {each.weight.shape for each in policy.model.modules() if type(each) is nn.Linear}:
-        weight, x = (torch.randn(size, generator=generator) for size in (shape, (LOW_ROWS, shape[1])))
-        weight, x = weight.to(policy.device, dtype), x.to(policy.device, dtype)
-        whole = F.linear(x, weight)
-        if not all(torch.equal(F.linear(x[:count], weight), whole[:count]) for count in range(1, LOW_ROWS)):
-            return False
+        shapes |= {each.shape for each in policy.trainable_parameters().values() if each.ndim == 2}
+    for outputs, inputs in shapes:
+        sizes = (outputs, inputs), (LOW_ROWS, inputs), (LOW_ROWS, outputs)
+        made = (torch.randn(size, generator=generator).to(policy.device, dtype) for size in sizes)
+        weight, x, into = made
+
+        def found(count: int, weight: Tensor = weight, x: Tensor = x, into: Tensor = into) -> list[Tensor]:
+            return [F.linear(x[:count], weight), torch.addmm(into[:count], x[:count], weight.T, alpha=0.5)]
+
+        whole = found(LOW_ROWS)
+        for count in range(1, LOW_ROWS):
+            if not all(torch.equal(few, all_of_it[:count]) for few, all_of_it in zip(found(count), whole, strict=True)):
+                return False
     return True
 
 

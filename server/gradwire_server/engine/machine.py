@@ -68,6 +68,11 @@ class Share:
         return (1 << (machine_memory().bit_length() - 1)) // self.engines
 
 
+def sampling_cache(device_bytes: int) -> int:
+    """Bytes of the sampling cache of a device of this memory, where nothing else is asked for: an eighth or less."""
+    return 1 << (device_bytes.bit_length() - 4)
+
+
 def machine_memory() -> int:
     """Bytes of the machine's memory, or of the control group's limit if that is lower."""
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_group_limits()])

@@ -163,6 +163,8 @@ def test_each_part_grows_with_what_it_is_for(model: Path) -> None:
     assert sum(low.parts[name] for name in ("weights", "masters", "gradients", "moments")) == 18 * full.num_parameters
     sampling = estimated(model, samples=3)
     assert sampling.parts["key_values"] == 3 * 64 * 2 * LAYERS * 64 * 4  # keys and values of as many heads as queries
+    assert sampling.parts["known"] == GIB - sampling.parts["key_values"] and not one.parts["known"]
+    assert estimated(model, samples=10**5).parts["known"] == 0
     assert estimated(model, tokens=128).parts["activations"] == pytest.approx(2 * one.parts["activations"], rel=0.05)
     assert one.activations[True] < one.activations[False] == one.parts["activations"]
 

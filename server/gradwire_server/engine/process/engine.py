@@ -17,7 +17,7 @@ from gradwire_server.config import EngineSettings
 from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.failures import is_fatal, to_error
 from gradwire_server.engine.group_agreement import GroupAgreement
-from gradwire_server.engine.machine import Share
+from gradwire_server.engine.machine import Share, sampling_cache
 from gradwire_server.engine.model.loading.pool import Dtype, ModelPool
 from gradwire_server.engine.model.placement import Placement, Sharded
 from gradwire_server.engine.operations.context import EngineContext
@@ -101,7 +101,7 @@ class Engine:
         activations, references = settings.activation_budget_gib, int(settings.reference_cache_gib * GIB)
         self._computed_with = ComputedWith(pool, settings.state_dir)
         # A power of two, so that a few bytes for the kernel change no batch.
-        cache_bytes = settings.sampling_cache or 1 << (share.device_memory(pool.device).bit_length() - 4)
+        cache_bytes = settings.sampling_cache or sampling_cache(share.device_memory(pool.device))
         sampler: Sampler[Any] = make_sampler(settings.sampler, pool, agreement, cache_bytes, settings.speculate)
         self.context = EngineContext(
             pool=pool,

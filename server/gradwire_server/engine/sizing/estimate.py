@@ -15,6 +15,7 @@ import torch
 from gradwire_proto.v1 import training_pb2
 
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.machine import sampling_cache
 from gradwire_server.engine.model.layers.activations import Activations
 from gradwire_server.engine.model.loading.quantization import Quantization
 from gradwire_server.engine.model.meta_device import DeviceKind
@@ -202,6 +203,7 @@ PARTS = {
     "logits": "logits kept for the backward; those computed again pass",
     "passing": "what a forward and backward need for a moment",
     "key_values": "keys and values of samples in progress",
+    "known": "those of known prompts, once they fill the rest of the sampling cache",
     "libraries": "code that is loaded with the first model",
 }
 """Name of a part -> what it is."""
@@ -238,7 +240,9 @@ def estimate(workload: Workload, device: Device, model: MetaModel | None = None)
     parts["images"] = _image_bytes(workload, model, per_microbatch, chosen)
     per_token = key_value_bytes(model.model, workload.dtype)
     parts["libraries"] = LIBRARY_BYTES[device.kind]
-    parts["key_values"] = 0 if workload.vllm else workload.samples * workload.tokens * per_token
+    if workload.samples and not workload.vllm:
+        parts["key_values"] = workload.samples * workload.tokens * per_token
+        parts["known"] = max(0, sampling_cache(device.bytes) - parts["key_values"]) if per_token else 0
     return Estimate(
         workload=workload,
         device=device,

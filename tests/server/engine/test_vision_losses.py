@@ -14,6 +14,7 @@ from gradwire_losses.registry import LossSpec, all_losses, get_loss
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine.model.layers.activations import Activations
+from gradwire_server.engine.model.packing import Packing
 from gradwire_server.engine.operations import limits
 from gradwire_server.engine.scoring.memory import ActivationMeter, measured_image_bytes, measured_token_bytes
 from gradwire_server.engine.scoring.planner import Budget, MicroBatch, split
@@ -115,6 +116,36 @@ def test_every_loss_takes_rows_with_images(engine: LocalEngine, batches: Any, na
             difference = float((again[key] - each).abs().max())
             assert difference <= TOLERANCE * max(1.0, float(each.abs().max())), (case, key)
     engine.op(run_id, optim_step=pb.OptimStep(learning_rate=1e-3, beta1=0.9, beta2=0.999, eps=1e-8))
+
+
+def test_a_forest_of_rows_with_images_has_the_gradient_of_flat_rows(engine: LocalEngine) -> None:
+    """Rows share up to where their texts or their images differ."""
+    run_id, words = "run-forest", list(range(5, 35))
+    lora = {"rank": 2, "target_modules": ["all-linear", "vision"]}
+    engine.create(run_id, base_model="m", lora=lora, seed=1)
+    run = engine.context.runs[run_id]
+    with run.rng(), torch.no_grad():
+        for master in run.policy.masters().values():
+            master.add_(torch.randn_like(master), alpha=0.05)
+    run.policy.sync()
+    split_model = run.policy.split_model
+    assert split_model.vision is not None and split_model.packing is Packing.SHARED
+    mark = split_model.vision.image_token
+    begun = [*words, mark, *words]
+    rows = [[*begun, 7, 8], [*begun, 7, 9, mark, 3], [*begun, 7, 8], begun, [*words, 1], [*begun, 7, 9, mark, *words]]
+    images = [[CAT], [CAT, DOG], [TALL], [CAT], [], [CAT, DOG]]
+    columns, call = token_rows(rows) | to_image_columns(images, len(rows)), call_of(get_loss("causal_lm"))
+    split_model.packing = Packing.PACKED
+    flat = step(engine, run_id, columns, call, WHOLE).proto.loss
+    expected = gradient(engine, run_id)
+    split_model.packing = Packing.SHARED
+    for case, budget in {"whole": WHOLE, **VARIANTS, "parts": Budget(120, activation_bytes=1 << 40)}.items():
+        found = step(engine, run_id, columns, call, budget).proto.loss
+        assert budget is not WHOLE or found.num_computed_tokens < 0.7 * flat.num_computed_tokens
+        assert found.loss == pytest.approx(flat.loss, rel=1e-5), case
+        for key, each in gradient(engine, run_id).items():
+            difference = float((each - expected[key]).abs().max())
+            assert difference <= TOLERANCE * max(1.0, float(expected[key].abs().max())), (case, key)
 
 
 # ------------------------------------------------------------------ memory

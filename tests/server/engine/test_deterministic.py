@@ -102,9 +102,8 @@ def test_drafts_change_no_bit(folder: Path, tmp_path: Path, dtype: str) -> None:
         engine = LocalEngine({"tiny": folder}, state, **settings)
         engine.create("run-a", lora=4)
         engine.train("run-a", token_rows(random_rows(20, 9)), 3e-3)
-        bias = [
-            pb.LogitBias(token=token, bias=12.0) for token in range(5, 9)
-        ]  # with which a random model repeats itself
+        # With these biases a random model repeats itself.
+        bias = [pb.LogitBias(token_id=token, bias=12.0) for token in range(5, 9)]
         call = pb.SampleCall(n=2, max_tokens=50, temperature=0.3, seed=3, ignore_eos=True, logit_bias=bias)
         result = engine.do("run-a", token_rows([[3, 5, 6, 7, 8, 5, 6]], "prompt_ids"), sample=call)
         found.append([each.tobytes() for name in ("token_ids", "logprobs") for each in parted(result, name)])

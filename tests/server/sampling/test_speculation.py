@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from gradwire_server.engine.model.policy import FullPolicy, LoraPolicy, Policy
 from gradwire_server.engine.model.tokenizers import TextTokenizer
 from gradwire_server.engine.sampling import speculation
 from gradwire_server.engine.sampling.drawing.draw import draw, top_tokens
+from gradwire_server.engine.sampling.growing import drafts as drafting
 from gradwire_server.engine.sampling.growing.drafts import GRAM, LENGTHS, Drafts, occurrences
 from gradwire_server.engine.sampling.jobs import LocalJob
 from gradwire_server.engine.sampling.pages.page_cache import PageCache
@@ -88,9 +90,10 @@ class Found:
         sampler = LocalSampler(speculate=mode, **arguments)
         jobs = ask(sampler)
         self.steps = 0
-        while sampler.turn():
-            sampler.step()
-            self.steps += jobs[0].begun
+        with patch.object(drafting, "LEAST_GAIN", 0.0):  # also what is rarely drawn is drafted
+            while sampler.turn():
+                sampler.step()
+                self.steps += jobs[0].begun
         self.samples = [job.samples() for job in jobs]
 
     @property

@@ -81,7 +81,7 @@ def plot(name: str, curves: Sequence[Sequence[Sequence[float]]]) -> str:
     if not points:
         return ""
     left, right = min(x for x, _ in points), max(x for x, _ in points)
-    level = flat(curves)
+    level = flat(curves, name)
     low, high = (level.low, level.high) if level else (min(y for _, y in points), max(y for _, y in points))
     across, up = (right - left) or 1.0, (high - low) or 1.0
 

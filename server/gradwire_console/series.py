@@ -24,6 +24,9 @@ CURVE_POINTS = 600
 ROUNDING, NOTHING = 1e-4, 1e-10
 """Relative range of a metric, and its size, below which its curve shows the rounding of a model's numbers: a token's
 log-probability is a sum of products in float32, of factors in 16 bits as a rule, and a KL the square of such errors."""
+NO_LOSS = 1e-6
+"""Size below which a loss is zero but for rounding: a policy's, of answers that it has just sampled, is a mean in
+float32 of advantages of both signs."""
 CACHE_BYTES = 128 << 20
 NEWEST = 100
 STEP_BITS = 40
@@ -69,12 +72,13 @@ class Flat:
     reason: str
 
 
-def flat(curves: Sequence[Sequence[Sequence[float]]]) -> Flat | None:
-    """The axis for curves, given as pairs, that differ by rounding alone; None for curves with real differences."""
+def flat(curves: Sequence[Sequence[Sequence[float]]], metric: str) -> Flat | None:
+    """The axis for a metric's curves, given as pairs, that differ by rounding alone; None for curves with real
+    differences."""
     values = [y for points in curves for _, y in points]
     low, high = min(values, default=math.nan), max(values, default=math.nan)
     size = max(abs(low), abs(high))
-    if size < NOTHING:
+    if size < (NO_LOSS if metric.endswith("loss") else NOTHING):
         return Flat(-1.0, 1.0, f"at most {size:.1g}, drawn as 0: rounding" if size else "")
     if not high - low <= ROUNDING * size:
         return None

@@ -162,7 +162,7 @@ class Curves:
 
         def show(name: str) -> None:
             curves = self._of(name)
-            level = flat([curve.points for curve in curves])
+            level = flat([curve.points for curve in curves], name)
             plot.show(curves, axis=self._axis, level=(level.low, level.high) if level else None)
             reason.show([level.reason] if level is not None and level.reason else [])
             last = [record.last[name] for record in self._records.values() if name in record.last]

@@ -60,7 +60,7 @@ def polyline(record: Record, metric: str) -> str:
         return ""
     steps, values = np.array(points).T
     x, y = min_max(steps, values, CURVE_POINTS)
-    level = flat([points])
+    level = flat([points], metric)
     low, high = (level.low, level.high) if level else (y.min(), y.max())
     across, up = 100 * (x - x[0]) / ((x[-1] - x[0]) or 1.0), 24 - 24 * (y - low) / (high - low)
     return " ".join(f"{left:.0f},{top:.1f}" for left, top in zip(across, up, strict=True))

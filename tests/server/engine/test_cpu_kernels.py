@@ -165,22 +165,26 @@ def test_attention_in_blocks(
     assert ("_ByKernelBackward" in by_kernel) == (name != "one" or kv_heads >= threads)
 
 
+@pytest.mark.parametrize("window", [None, 1, 40, 90, 149])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 64), (3, 3, 128)])
 def test_attention_in_order_has_the_same_bits_whatever_is_beside_a_query(
-    kernels: CpuKernels, heads: int, kv_heads: int, size: int
+    kernels: CpuKernels, heads: int, kv_heads: int, size: int, window: int | None
 ) -> None:
     """Alone, behind a shared beginning, as one of a batch and in scattered pages; and it is attention."""
     generator = torch.Generator().manual_seed(2)
     length, more = 150, 70
     q, k, v = (torch.randn(length + more, each, size, generator=generator) for each in (heads, kv_heads, kv_heads))
     whole = lay_out(torch.arange(length), torch.tensor([length]))
-    alone, lse = kernels.attend_in_order(q[:length], k[:length], v[:length], whole.ordered, 0.2)
+    alone, lse = kernels.attend_in_order(q[:length], k[:length], v[:length], whole.ordered, 0.2, window)
     wide = (each[:length].double().repeat_interleave(heads // each.shape[1], 1).transpose(0, 1) for each in (q, k, v))
-    expected = F.scaled_dot_product_attention(*wide, is_causal=True, scale=0.2).transpose(0, 1)
+    mask = torch.ones(length, length, dtype=torch.bool).tril()
+    mask = mask if window is None else mask.triu(1 - window)
+    expected = F.scaled_dot_product_attention(*wide, attn_mask=mask, scale=0.2).transpose(0, 1)
     torch.testing.assert_close(alone.double(), expected, rtol=1e-4, atol=1e-5)
     for part in (1, 2, 33, 64, 65, 149):  # what comes later is not there yet
         layout = lay_out(torch.arange(part), torch.tensor([part]))
-        assert torch.equal(kernels.attend_in_order(q[:part], k[:part], v[:part], layout.ordered, 0.2)[0], alone[:part])
+        cut = kernels.attend_in_order(q[:part], k[:part], v[:part], layout.ordered, 0.2, window)[0]
+        assert torch.equal(cut, alone[:part])
     # Two rows with a beginning of 80 tokens: of the one that is cut off, and of 70 others.
     ids = torch.cat([torch.arange(length), torch.arange(80), torch.arange(more) + 500])
     shared = lay_out(ids, torch.tensor([length, 80 + more]), torch.tensor([2]))
@@ -190,7 +194,7 @@ def test_attention_in_order_has_the_same_bits_whatever_is_beside_a_query(
     rest = torch.tensor(sorted(set(range(length + more)) - set(places.tolist())))
     for packed, each in ((q_of, q), (k_of, k), (v_of, v)):
         packed[places], packed[rest] = each[:length], each[length:]
-    assert torch.equal(kernels.attend_in_order(q_of, k_of, v_of, shared.ordered, 0.2)[0][places], alone)
+    assert torch.equal(kernels.attend_in_order(q_of, k_of, v_of, shared.ordered, 0.2, window)[0][places], alone)
     pages = torch.randperm(40, generator=generator)
     keys, values = (torch.zeros(kv_heads, 40 * PAGE, size) for _ in range(2))
     for token in range(length):
@@ -198,7 +202,7 @@ def test_attention_in_order_has_the_same_bits_whatever_is_beside_a_query(
         keys[:, place], values[:, place] = k[token], v[token]
     lengths = torch.tensor([1, 16, 17, 64, 100, length])
     found = kernels.attend_to_pages_in_order(
-        q[lengths - 1], keys, values, pages[:10].repeat(len(lengths), 1), lengths, PAGE, 0.2
+        q[lengths - 1], keys, values, pages[:10].repeat(len(lengths), 1), lengths, PAGE, 0.2, window
     )
     assert torch.equal(found[0], alone[lengths - 1]) and torch.equal(found[1], lse[lengths - 1])
 

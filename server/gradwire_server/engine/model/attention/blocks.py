@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire_server.engine.model.attention.masked import masked_attention
 from gradwire_server.engine.model.comparison import largest_difference
 from gradwire_server.engine.model.layers.cpu_kernels import CpuKernels, cpu_kernels, takes
 from gradwire_server.engine.model.meta_device import computes_as_cpu
@@ -48,27 +49,44 @@ def _kernels_for(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> C
     return CpuKernels(None) if query.is_meta else kernels
 
 
-def in_order(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, kernels: CpuKernels) -> Tensor:
+def in_order(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, kernels: CpuKernels, window: int | None
+) -> Tensor:
     """:func:`in_blocks` of ``[M, H, D]``, by the kernel in which a query's bits do not depend on what is beside it."""
-    attended: Tensor = _InOrder.apply(query, key, value, layout, scale, kernels)  # type: ignore[no-untyped-call]
+    attended: Tensor = _InOrder.apply(query, key, value, layout, scale, kernels, window)  # type: ignore[no-untyped-call]
     return attended
 
 
 class _InOrder(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, kernels: CpuKernels
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: Layout,
+        scale: float,
+        kernels: CpuKernels,
+        window: int | None,
     ) -> Tensor:
-        out, lse = kernels.attend_in_order(query, key, value, layout.ordered, scale)
+        out, lse = kernels.attend_in_order(query, key, value, layout.ordered, scale, window)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.plan, ctx.scale, ctx.kernels = layout.query_blocks, scale, kernels
+        ctx.layout, ctx.scale, ctx.kernels, ctx.window = layout, scale, kernels, window
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        grads = ctx.kernels.attend_in_blocks_gradients(grad_out, *ctx.saved_tensors, ctx.plan, ctx.scale)
-        return *grads, None, None, None
+        layout: Layout = ctx.layout
+        if ctx.window is None:
+            plan = layout.query_blocks
+            grads = ctx.kernels.attend_in_blocks_gradients(grad_out, *ctx.saved_tensors, plan, ctx.scale)
+        else:
+            query, key, value = (each.detach().requires_grad_() for each in ctx.saved_tensors[:3])
+            with torch.enable_grad():
+                again = masked_attention(query, key, value, layout.masked, ctx.scale, ctx.window)
+            grads = torch.autograd.grad(again, (query, key, value), grad_out)
+        return *grads, None, None, None, None
 
 
 @cache
@@ -84,7 +102,7 @@ def has_right_kernel() -> bool:
     mine = _ByKernel.apply(*taken, layout, 0.125, kernels)  # type: ignore[no-untyped-call]
     theirs = _Blocks.apply(*taken, layout, 0.125)  # type: ignore[no-untyped-call]
     by_token = (each[0].transpose(0, 1) for each in taken)
-    ordered = _InOrder.apply(*by_token, layout, 0.125, kernels)[None]  # type: ignore[no-untyped-call]
+    ordered = _InOrder.apply(*by_token, layout, 0.125, kernels, None)[None]  # type: ignore[no-untyped-call]
     found = [[out, *torch.autograd.grad(out.sin().sum(), taken, retain_graph=True)] for out in (mine, ordered, theirs)]
     pairs = [pair for each in found[:2] for pair in zip(each, found[2], strict=True)]
     return all(apart <= 1e-5 * size for apart, size in itertools.starmap(largest_difference, pairs))

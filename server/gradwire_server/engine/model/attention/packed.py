@@ -93,8 +93,8 @@ def packed_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings widen them under autocast
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-    if orders and value.is_cpu and not sliding_window and not dropout:
-        ordered = _in_order(module, q, k, v, layout, scale)
+    if orders and value.is_cpu and not dropout:
+        ordered = _in_order(module, q, k, v, layout, scale, sliding_window)
         if ordered is not None:
             return ordered.to(value.dtype)[None], None
     if not isinstance(layout, Layout):
@@ -123,7 +123,13 @@ def packed_attention(
 
 
 def _in_order(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: Layout | PagedPrefill | PagedDecode, scale: float
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout | PagedPrefill | PagedDecode,
+    scale: float,
+    window: int | None,
 ) -> Tensor | None:
     """``[M, H, D]`` attention whose bits in a token depend on nothing beside it, in training as in sampling; None if
     there is no kernel for such heads."""
@@ -131,7 +137,7 @@ def _in_order(
     if kernels is None or size != v.shape[2]:
         return None
     q, k, v = (nn.functional.pad(each.float(), (0, kernels.missing(size))) for each in (q, k, v))
-    return _padded_in_order(module, q, k, v, layout, scale, kernels)[..., :size]
+    return _padded_in_order(module, q, k, v, layout, scale, window or None, kernels)[..., :size]
 
 
 def _padded_in_order(
@@ -141,16 +147,17 @@ def _padded_in_order(
     v: Tensor,
     layout: Layout | PagedPrefill | PagedDecode,
     scale: float,
+    window: int | None,
     kernels: CpuKernels,
 ) -> Tensor:
     if isinstance(layout, PagedDecode):
-        return layout.attend(module, q, k, v, scale, in_order=True)
+        return layout.attend(module, q, k, v, scale, window, in_order=True)
     if isinstance(layout, PagedPrefill):
         keys, values = layout.write(module, k, v)
         if layout.layout is None:
-            return kernels.attend_in_order(q, keys, values, layout.ordered, scale)[0]
+            return kernels.attend_in_order(q, keys, values, layout.ordered, scale, window)[0]
         layout = layout.layout
-    return in_order(q, k, v, layout, scale, kernels)
+    return in_order(q, k, v, layout, scale, kernels, window if window and window < layout.reach else None)
 
 
 # ------------------------------------------------------------------ attention features that a model uses

@@ -254,27 +254,45 @@ class PagedDecode:
         return PagedDecode(self.store, function(self.places), self.shared.mapped(function), self.own.mapped(function))
 
     def attend(
-        self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, *, in_order: bool = False
+        self,
+        layer: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None = None,
+        *,
+        in_order: bool = False,
     ) -> Tensor:
         """``[R, H, D], [R, K, D], [R, K, D] -> [R, H, D]``; writes the keys and values.
 
         Args:
+            window: Number of newest tokens that a row attends to, where all its pages are its own.
             in_order: Whether to take the kernel in which a row's bits do not depend on what is beside it.
         """
         device = query.device
         if device not in self._sent:
             self._sent[device] = sent(self.places, device)
         keys, values = self.store.write(layer, self._sent[device], key, value)
-        out, lse = _over(self.own, query, keys, values, scale, in_order=in_order)
+        out, lse = _over(self.own, query, keys, values, scale, window, in_order=in_order)
         if not self.shared.classes:
             return out
+        if window is not None:
+            raise NotImplementedError("a window does not begin at the first page that a row has for itself")
         of_shared, lse_of_shared = _over(self.shared, query, keys, values, scale, in_order=in_order)
         weight = torch.sigmoid(lse_of_shared - lse)[..., None]
         return torch.lerp(out.to(weight.dtype), of_shared.to(weight.dtype), weight).to(out.dtype)
 
 
 def _over(
-    lists: RowLists, query: Tensor, keys: Tensor, values: Tensor, scale: float, *, in_order: bool
+    lists: RowLists,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    window: int | None = None,
+    *,
+    in_order: bool,
 ) -> tuple[Tensor, Tensor]:
     """``[R, H, D]`` attention of each row over its list, and ``[R, H]`` its log-sum-exp; -inf for a row in none."""
     heads, shared_by = query.shape[1], query.shape[1] // len(keys)
@@ -291,7 +309,7 @@ def _over(
             lengths = of_class.lengths
             if lengths is None:
                 lengths = torch.full((groups,), of_class.table.shape[1] * PAGE)
-            out, lse = ordering.attend_to_pages_in_order(q, keys, values, of_class.table, lengths, PAGE, scale)
+            out, lse = ordering.attend_to_pages_in_order(q, keys, values, of_class.table, lengths, PAGE, scale, window)
             outputs.append(out)
             sums.append(lse)
             continue

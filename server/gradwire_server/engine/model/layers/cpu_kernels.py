@@ -61,6 +61,8 @@ SECONDS = 60.0
 """Time for the compiler."""
 SHOWN = 500
 """Characters of what it says."""
+ALL_KEYS = 1 << 40
+"""A window that leaves nothing out."""
 FEWEST_NUMBERS = 1 << 17
 """Numbers from which on more than one thread computes: waking another takes as long as some ten thousand."""
 
@@ -77,8 +79,8 @@ _SIGNATURES = {
     "product": (*[c_void_p] * 4, *[c_int64] * 4),
     "small_product": (c_void_p, c_void_p, c_float, c_int64, c_void_p, *[c_int64] * 4),
     "attend_in_blocks": (*_STRIDED * 3, *[c_void_p] * 2, c_float, *[c_void_p] * 2, *[c_int64] * 5),
-    "attend_in_order": (*_STRIDED * 3, *[c_void_p] * 2, c_float, *[c_void_p] * 2, *[c_int64] * 5),
-    "attend_to_pages_in_order": (c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_float, *[c_void_p] * 2, *[c_int64] * 8),
+    "attend_in_order": (*_STRIDED * 3, *[c_void_p] * 2, c_float, *[c_void_p] * 2, *[c_int64] * 6),
+    "attend_to_pages_in_order": (c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_float, *[c_void_p] * 2, *[c_int64] * 9),
     "attend_in_blocks_gradients": (
         (c_void_p, *_STRIDED * 3, *[c_void_p] * 5, c_float, *[c_void_p] * 3) + (c_int64,) * 5
     ),
@@ -185,32 +187,43 @@ class CpuKernels:
         return out, lse
 
     def attend_in_order(
-        self, query: Tensor, key: Tensor, value: Tensor, plan: OrderedKeys, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, plan: OrderedKeys, scale: float, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """The same as :meth:`attend_in_blocks` with keys at places, ``[T, K, D]`` twice, if nothing is :meth:`missing`.
 
         A query's bits are the same whatever is beside it and wherever its keys lie, also in those of
         :meth:`attend_to_pages_in_order`.
+
+        Args:
+            window: Number of newest keys that a query attends to; all by default.
         """
         count, heads, size = query.shape
         out, lse = query.new_empty(count, heads, size), query.new_empty(count, heads)
         self._call(
             "attend_in_order", *_strided(query, key, value), *plan, scale, out, lse, len(plan.blocks), heads,
-            key.shape[1], size, product_threads(),
+            key.shape[1], size, window or ALL_KEYS, product_threads(),
         )  # fmt: skip
         return out, lse
 
     def attend_to_pages_in_order(
-        self, query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, page: int, scale: float
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        table: Tensor,
+        lengths: Tensor,
+        page: int,
+        scale: float,
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The same as :meth:`attend`, in the order of :meth:`attend_in_order`."""
+        """The same as :meth:`attend`, in the order and within the window of :meth:`attend_in_order`."""
         rows, heads, size = query.shape
         kv_heads, room, _ = values.shape
         out, lse = torch.empty(query.shape, dtype=query.dtype), query.new_empty(rows, heads)
         table, lengths = _whole(table), _whole(lengths)
         self._call(
             "attend_to_pages_in_order", query, *query.stride()[:2], keys, values, table, lengths, scale, out, lse, rows,
-            heads, kv_heads, room, table.shape[1], page, size, product_threads(),
+            heads, kv_heads, room, table.shape[1], page, size, window or ALL_KEYS, product_threads(),
         )  # fmt: skip
         return out, lse
 

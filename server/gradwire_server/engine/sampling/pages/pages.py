@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from gradwire_losses.batch import sent
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from gradwire_server.engine.agreement import Agreement, Failure
 from gradwire_server.engine.model.attention.masked import MaskedSegments, QuerySegment
@@ -420,9 +420,10 @@ def _pieces(prompts: Sequence[_Prompt], together: int) -> list[list[tuple[int, i
     return forwards
 
 
-def _is_plain(layer: Any) -> bool:
-    """Whether a layer is a plain one; one that shares another's keys, for example, is not."""
-    return type(layer) is DynamicLayer and layer.keys is not None and layer.keys.ndim == 4
+def _is_plain(layer: Any, *, windows: bool) -> bool:
+    """Whether a layer is a plain one, or one with a window; one that shares another's keys, for example, is not."""
+    known = (DynamicLayer, DynamicSlidingWindowLayer) if windows else (DynamicLayer,)
+    return type(layer) in known and layer.keys is not None and layer.keys.ndim == 4
 
 
 @torch.no_grad()
@@ -440,7 +441,8 @@ def paged_token_bytes(policy: Policy, agreement: Agreement) -> int:
     def states() -> tuple[Tensor, Tensor, int] | None:
         expected = trunk(input_ids=sent(ids[None], policy.device), use_cache=True)
         cache: Any = expected.past_key_values
-        if type(cache) is not DynamicCache or not all(map(_is_plain, cache.layers)):
+        windows = policy.split_model.in_order  # pages keep all tokens, of which that kernel takes a window
+        if type(cache) is not DynamicCache or not all(_is_plain(layer, windows=windows) for layer in cache.layers):
             return None
         pages, tokens = Pages(), ids.numpy()
         pages.prefill([policy] * 2, [tokens[:-1].tolist(), tokens[:1].tolist()], np.arange(2))

@@ -58,6 +58,12 @@ static inline number start_of(number key, number from, number to, number edge) {
   return first < to ? first : to;
 }
 
+// One behind the last of the queries, each of which has seen one key more than the one before, in whose window a key is.
+static inline number last_of(number key, number rows, number seen, number window) {
+  number last = key + window - seen + 1;
+  return last < rows ? last : rows;
+}
+
 // Products [tokens, BLOCK] of keys [tokens, D] and the queries from..to of turned ones. A query has those up
 // to its own place and edge; others are not written.
 static void products(const float *keys, const float *turned, float *out, number tokens, number from, number to,
@@ -115,12 +121,12 @@ void attend_in_blocks(const float *q, number q_token, number q_head, const float
   }
 }
 
-// Attention of queries to the keys at places, the first of them to those before seen, and each one after it to step more:
-// the largest score first, then the sums, key by key in the order of the places. So a query's bits are the same whatever
-// queries are beside it, and wherever its keys lie.
-static void in_order(const float *q, number of_query, number rows, number seen, number step, const float *k,
-                     number k_token, const float *v, number v_token, const number *places, number count, float scale,
-                     float *scores, float *out, number of_out, float *lse, number of_lse, number D) {
+// Attention of queries to the keys at places, the first of them to those before seen, and each one after it to step more,
+// of which it has the last window: the largest score first, then the sums, key by key in the order of the places. So a
+// query's bits are the same whatever queries are beside it, and wherever its keys lie.
+static void in_order(const float *q, number of_query, number rows, number seen, number step, number window,
+                     const float *k, number k_token, const float *v, number v_token, const number *places, number count,
+                     float scale, float *scores, float *out, number of_out, float *lse, number of_lse, number D) {
   float result[BLOCK * D], turned[BLOCK * D], keys[BLOCK * D], most[BLOCK], total[BLOCK];
   gather(q, of_query, result, rows, D);
   turn(result, scale, turned, rows, D);
@@ -132,16 +138,18 @@ static void in_order(const float *q, number of_query, number rows, number seen, 
     products(keys, turned, scores + key * BLOCK, tokens, 0, rows, edge, D);
     for (number c = 0; c < tokens; c++) {
       const float *own = scores + (key + c) * BLOCK;
-      for (number r = start_of(c, 0, rows, edge); r < rows; r++) most[r] = own[r] > most[r] ? own[r] : most[r];
+      number last = step ? last_of(key + c, rows, seen, window) : rows;
+      for (number r = start_of(c, 0, rows, edge); r < last; r++) most[r] = own[r] > most[r] ? own[r] : most[r];
     }
   }
   for (number key = 0; key < count; key += BLOCK) {
     number tokens = count - key < BLOCK ? count - key : BLOCK, edge = step ? seen - 1 - key : tokens;
     for (number c = 0; c < tokens; c++) {
       float *own = scores + (key + c) * BLOCK;
-      number r = start_of(c, 0, rows, edge);
+      number r = start_of(c, 0, rows, edge), last = step ? last_of(key + c, rows, seen, window) : rows;
       memset(own, 0, sizeof(float) * r);
-      for (; r < rows; r++) total[r] += own[r] = weight_of(own[r], most[r]);
+      for (; r < last; r++) total[r] += own[r] = weight_of(own[r], most[r]);
+      memset(own + last, 0, sizeof(float) * (rows - last));
     }
     for (number t = 0; t < tokens; t++) memcpy(keys + t * D, v + places[key + t] * v_token, sizeof(float) * D);
     added(UP_TO, edge, scores + key * BLOCK, 1, BLOCK, keys, result, D, rows, tokens, D);
@@ -153,18 +161,21 @@ static void in_order(const float *q, number of_query, number rows, number seen, 
 }
 
 // The same as attend_in_blocks, in order. A block has queries start..stop, of which the last has the keys at
-// places[first]..places[last - 1], and each one before it one less.
+// places[first]..places[last - 1], and each one before it one less, of which it has the last window.
 void attend_in_order(const float *q, number q_token, number q_head, const float *k, number k_token, number k_head,
                      const float *v, number v_token, number v_head, const number *places, const number *blocks,
-                     float scale, float *out, float *lse, number B, number H, number K, number D, number threads) {
+                     float scale, float *out, float *lse, number B, number H, number K, number D, number window,
+                     number threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
   for (number item = 0; item < B * H; item++) {
     const number *block = blocks + item / H * 4;
-    number head = item % H, kv = head / (H / K), start = block[0], rows = block[1] - start, count = block[3] - block[2];
+    number head = item % H, kv = head / (H / K), start = block[0], rows = block[1] - start;
+    number seen = block[3] - block[2] - rows + 1, out_of_all = seen > window ? seen - window : 0;
+    number count = block[3] - block[2] - out_of_all;
     float *scores = malloc(sizeof(float) * BLOCK * (count + BLOCK));
-    in_order(q + start * q_token + head * q_head, q_token, rows, count - rows + 1, 1, k + kv * k_head, k_token,
-             v + kv * v_head, v_token, places + block[2], count, scale, scores, out + (start * H + head) * D, H * D,
-             lse + start * H + head, H, D);
+    in_order(q + start * q_token + head * q_head, q_token, rows, seen - out_of_all, 1, window, k + kv * k_head, k_token,
+             v + kv * v_head, v_token, places + block[2] + out_of_all, count, scale, scores,
+             out + (start * H + head) * D, H * D, lse + start * H + head, H, D);
     free(scores);
   }
 }
@@ -172,16 +183,18 @@ void attend_in_order(const float *q, number q_token, number q_head, const float 
 // The same as attend, in order, with heads of one size: the heads that share keys are one block.
 void attend_to_pages_in_order(const float *q, number of_row, number of_head, const float *k, const float *v,
                               const number *table, const number *lengths, float scale, float *out, float *lse, number R,
-                              number H, number K, number T, number N, number page, number D, number threads) {
+                              number H, number K, number T, number N, number page, number D, number window,
+                              number threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (number item = 0; item < R * K; item++) {
-    number row = item / K, kv = item % K, shared_by = H / K, count = lengths[row];
+    number row = item / K, kv = item % K, shared_by = H / K, count = lengths[row] < window ? lengths[row] : window;
     number *places = malloc(sizeof(number) * count);
     float *scores = malloc(sizeof(float) * BLOCK * (count + BLOCK));
-    for (number t = 0; t < count; t++) places[t] = table[row * N + t / page] * page + t % page;
+    for (number t = lengths[row] - count, own = 0; own < count; t++, own++)
+      places[own] = table[row * N + t / page] * page + t % page;
     for (number first = 0; first < shared_by; first += BLOCK) {
       number rows = shared_by - first < BLOCK ? shared_by - first : BLOCK, head = kv * shared_by + first;
-      in_order(q + row * of_row + head * of_head, of_head, rows, count, 0, k + kv * T * D, D, v + kv * T * D, D, places,
+      in_order(q + row * of_row + head * of_head, of_head, rows, count, 0, count, k + kv * T * D, D, v + kv * T * D, D, places,
                count, scale, scores, out + (row * H + head) * D, D, lse + row * H + head, 1, D);
     }
     free(scores);

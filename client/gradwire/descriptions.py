@@ -93,6 +93,8 @@ class RunInfo:
         engine_s: Seconds that engines have computed for it; of what is computed together, its share.
         record_batches: Share of its batches that the server records.
         neftune_noise_alpha: Size of the noise that training adds to its embeddings; 0 for none.
+        deterministic: Whether its log-probabilities have the same bits in sampling, scoring and training; None: as the
+            server's ``--deterministic`` says.
     """
 
     run_id: str
@@ -127,6 +129,7 @@ class RunInfo:
     engine_s: float = 0.0
     record_batches: float = 0.0
     neftune_noise_alpha: float = 0.0
+    deterministic: bool | None = None
 
     @staticmethod
     def from_message(run: pb.Run) -> RunInfo:

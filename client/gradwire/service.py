@@ -201,6 +201,7 @@ class ServiceClient(Texts):
         keep_journal: bool = False,
         record_batches: float = 0.0,
         neftune_noise_alpha: float = 0.0,
+        deterministic: bool | None = None,
     ) -> TrainingClient:
         """Create a run with its own weights, optimizer state and queue.
 
@@ -243,6 +244,9 @@ class ServiceClient(Texts):
             neftune_noise_alpha: Noise that training adds to the embeddings (NEFTune, Jain et al. 2023), uniform in
                 ``+-alpha / sqrt(tokens of the row * width)``; the paper takes 5 for supervised fine-tuning. As with
                 ``dropout``, rows go through the model one by one, and the noise depends on the row alone.
+            deterministic: On a CPU, in float32 or bfloat16: a token's log-probability has the same bits in sampling,
+                scoring and training, whatever is beside its row, so that the ratio of a fresh sample is exactly 1. By
+                default as the server's ``--deterministic`` says. Other runs of the server are computed as ever.
 
         Raises:
             UnknownModelError: The server does not hold the model.
@@ -282,6 +286,7 @@ class ServiceClient(Texts):
             keep_journal=keep_journal,
             record_batches=record_batches,
             neftune_noise_alpha=neftune_noise_alpha,
+            deterministic=deterministic,
         )
         request = pb.CreateRunRequest(config=config, idempotency_key=secrets.token_hex(16))
         run = await self._transport.unary(lambda stub: stub.CreateRun, request, timeout_s=None)
@@ -334,6 +339,7 @@ class ServiceClient(Texts):
         neftune_noise_alpha: float | None = None,
         tags: Mapping[str, str] | None = None,
         record_batches: float | None = None,
+        deterministic: bool | None = None,
     ) -> TrainingClient:
         """Create a run from a checkpoint's weights.
 
@@ -348,6 +354,7 @@ class ServiceClient(Texts):
             neftune_noise_alpha: As for ``create_run``; None: that of the checkpoint's run.
             tags: Key-value labels for people, beside those of the checkpoint's run or in their place.
             record_batches: As for ``create_run``; None: that of the checkpoint's run.
+            deterministic: As for ``create_run``; None: as the checkpoint's run.
         """
         request = message(
             pb.ForkRunRequest,
@@ -361,6 +368,7 @@ class ServiceClient(Texts):
             neftune_noise_alpha=neftune_noise_alpha,
             tags=tags,
             record_batches=record_batches,
+            deterministic=deterministic,
             idempotency_key=secrets.token_hex(16),
         )
         run = await self._transport.unary(lambda stub: stub.ForkRun, request, timeout_s=None)

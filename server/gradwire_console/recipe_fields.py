@@ -27,7 +27,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
              "order_by"),
     "Shown": ("tags", "record_batches", "record_every"),
     "Adapter": ("init_from", "lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "rslora", "dropout",
-                "neftune_noise_alpha"),
+                "neftune_noise_alpha", "deterministic"),
     "Loss": (),
 }  # fmt: skip
 """Group -> its settings; a recipe's own are in the first, and arguments of its loss in the last."""

@@ -180,8 +180,8 @@ class EngineSettings(BaseModel):
     )
     deterministic: bool = setting(
         False,
-        "The bits of a log-probability depend on its own row alone, and are the same in sampling, scoring and training:"
-        " on a CPU with a C compiler, in float32 or bfloat16.",
+        "Runs are deterministic unless they say otherwise: the bits of a log-probability depend on its own row alone,"
+        " and are the same in sampling, scoring and training; on a CPU with a C compiler, in float32 or bfloat16.",
         subject=COMPUTE,
     )
     sampler: Literal["local", "vllm"] = setting(

@@ -47,12 +47,14 @@ async def new_run(
     """Create the run of a training: on the base model, or from the checkpoint that ``init_from`` names."""
     name, noise = settings.folder.rstrip("/").rpartition("/")[2], getattr(settings, "neftune_noise_alpha", 0.0)
     tags, recorded = {key: str(value) for key, value in settings.tags.items()}, settings.record_batches
+    exact = settings.deterministic or None
     if settings.init_from:
         start = trained(settings.init_from)
         return await service.fork_run(
             start.checkpoint, head=head or "", seed=settings.seed, name=name, num_labels=num_labels,
             dropout=settings.lora_dropout or settings.dropout, neftune_noise_alpha=noise, tags=tags,
             record_batches=recorded,
+            deterministic=exact,
         )  # fmt: skip
     return await service.create_run(
         model.name,
@@ -66,6 +68,7 @@ async def new_run(
         neftune_noise_alpha=noise,
         tags=tags,
         record_batches=recorded,
+        deterministic=exact,
     )
 
 

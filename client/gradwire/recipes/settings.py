@@ -159,6 +159,7 @@ class Settings(ServiceSettings):
     lora_targets: list[str] = setting(["all-linear"], "modules with an adapter; all-linear, lm_head, vision, or names")
     rslora: bool = setting(False, "scale by alpha / sqrt(rank) instead")
     dropout: float = setting(0.0, "of the model and the adapter")
+    deterministic: bool = setting(False, "the same bits in sampling, scoring and training, on a CPU; or as the server")
     learning_rate: float = setting(0.0, "at its peak; 0: by the model's width and what is trained, see docs/lora.md")
     learning_rate_multiplier: float = setting(1.0, "times learning_rate, or the one that is chosen")
     schedule: Schedule = setting("cosine", "constant, linear, cosine or wsd")

@@ -1425,6 +1425,7 @@ class RunConfig(_message.Message):
     KEEP_JOURNAL_FIELD_NUMBER: _builtins.int
     RECORD_BATCHES_FIELD_NUMBER: _builtins.int
     NEFTUNE_NOISE_ALPHA_FIELD_NUMBER: _builtins.int
+    DETERMINISTIC_FIELD_NUMBER: _builtins.int
     base_model: _builtins.str
     head: _builtins.str
     """"", "value" (one scalar per token), "reward" (one per sequence) or"""
@@ -1459,6 +1460,10 @@ class RunConfig(_message.Message):
     """
     neftune_noise_alpha: _builtins.float
     """Training adds noise to the embeddings, uniform in +-neftune_noise_alpha / sqrt(tokens of the row * width); 0: none."""
+    deterministic: _builtins.bool
+    """Whether the bits of a log-probability depend on its own row alone, and are the same in sampling, scoring and training:
+    on a CPU. Absent: as the server's --deterministic says where it is created.
+    """
     @_builtins.property
     def lora(self) -> Global___LoraSettings:
         """absent: all weights are trained"""
@@ -1484,15 +1489,20 @@ class RunConfig(_message.Message):
         keep_journal: _builtins.bool = ...,
         record_batches: _builtins.float = ...,
         neftune_noise_alpha: _builtins.float = ...,
+        deterministic: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing", "_router_aux_loss_coef", b"_router_aux_loss_coef", "gradient_checkpointing", b"gradient_checkpointing", "lora", b"lora", "router_aux_loss_coef", b"router_aux_loss_coef"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_gradient_checkpointing", b"_gradient_checkpointing", "_router_aux_loss_coef", b"_router_aux_loss_coef", "deterministic", b"deterministic", "gradient_checkpointing", b"gradient_checkpointing", "lora", b"lora", "router_aux_loss_coef", b"router_aux_loss_coef"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing", "_router_aux_loss_coef", b"_router_aux_loss_coef", "base_model", b"base_model", "dropout", b"dropout", "from_upload", b"from_upload", "gradient_checkpointing", b"gradient_checkpointing", "head", b"head", "keep_journal", b"keep_journal", "kind", b"kind", "lanes", b"lanes", "lora", b"lora", "name", b"name", "neftune_noise_alpha", b"neftune_noise_alpha", "num_labels", b"num_labels", "record_batches", b"record_batches", "router_aux_loss_coef", b"router_aux_loss_coef", "seed", b"seed", "tags", b"tags"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_gradient_checkpointing", b"_gradient_checkpointing", "_router_aux_loss_coef", b"_router_aux_loss_coef", "base_model", b"base_model", "deterministic", b"deterministic", "dropout", b"dropout", "from_upload", b"from_upload", "gradient_checkpointing", b"gradient_checkpointing", "head", b"head", "keep_journal", b"keep_journal", "kind", b"kind", "lanes", b"lanes", "lora", b"lora", "name", b"name", "neftune_noise_alpha", b"neftune_noise_alpha", "num_labels", b"num_labels", "record_batches", b"record_batches", "router_aux_loss_coef", b"router_aux_loss_coef", "seed", b"seed", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__deterministic: _TypeAlias = _typing.Literal["deterministic"]  # noqa: Y015
+    _WhichOneofArgType__deterministic: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic"]  # noqa: Y015
     _WhichOneofReturnType__gradient_checkpointing: _TypeAlias = _typing.Literal["gradient_checkpointing"]  # noqa: Y015
     _WhichOneofArgType__gradient_checkpointing: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing"]  # noqa: Y015
     _WhichOneofReturnType__router_aux_loss_coef: _TypeAlias = _typing.Literal["router_aux_loss_coef"]  # noqa: Y015
     _WhichOneofArgType__router_aux_loss_coef: _TypeAlias = _typing.Literal["_router_aux_loss_coef", b"_router_aux_loss_coef"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deterministic) -> _WhichOneofReturnType__deterministic | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__gradient_checkpointing) -> _WhichOneofReturnType__gradient_checkpointing | None: ...
     @_typing.overload
@@ -1964,6 +1974,7 @@ class ForkRunRequest(_message.Message):
     NEFTUNE_NOISE_ALPHA_FIELD_NUMBER: _builtins.int
     TAGS_FIELD_NUMBER: _builtins.int
     RECORD_BATCHES_FIELD_NUMBER: _builtins.int
+    DETERMINISTIC_FIELD_NUMBER: _builtins.int
     checkpoint: _builtins.str
     """"RUN_ID/NAME" """
     head: _builtins.str
@@ -1980,6 +1991,7 @@ class ForkRunRequest(_message.Message):
     neftune_noise_alpha: _builtins.float
     record_batches: _builtins.float
     """absent: that of the checkpoint's run"""
+    deterministic: _builtins.bool
     @_builtins.property
     def tags(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """beside those of the checkpoint's run, or in their place"""
@@ -1998,11 +2010,14 @@ class ForkRunRequest(_message.Message):
         neftune_noise_alpha: _builtins.float | None = ...,
         tags: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         record_batches: _builtins.float | None = ...,
+        deterministic: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_dropout", b"_dropout", "_head", b"_head", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_record_batches", b"_record_batches", "dropout", b"dropout", "head", b"head", "neftune_noise_alpha", b"neftune_noise_alpha", "record_batches", b"record_batches"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_dropout", b"_dropout", "_head", b"_head", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_record_batches", b"_record_batches", "deterministic", b"deterministic", "dropout", b"dropout", "head", b"head", "neftune_noise_alpha", b"neftune_noise_alpha", "record_batches", b"record_batches"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dropout", b"_dropout", "_head", b"_head", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_record_batches", b"_record_batches", "checkpoint", b"checkpoint", "dropout", b"dropout", "head", b"head", "idempotency_key", b"idempotency_key", "name", b"name", "neftune_noise_alpha", b"neftune_noise_alpha", "num_labels", b"num_labels", "record_batches", b"record_batches", "seed", b"seed", "tags", b"tags", "with_optimizer", b"with_optimizer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_dropout", b"_dropout", "_head", b"_head", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_record_batches", b"_record_batches", "checkpoint", b"checkpoint", "deterministic", b"deterministic", "dropout", b"dropout", "head", b"head", "idempotency_key", b"idempotency_key", "name", b"name", "neftune_noise_alpha", b"neftune_noise_alpha", "num_labels", b"num_labels", "record_batches", b"record_batches", "seed", b"seed", "tags", b"tags", "with_optimizer", b"with_optimizer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__deterministic: _TypeAlias = _typing.Literal["deterministic"]  # noqa: Y015
+    _WhichOneofArgType__deterministic: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic"]  # noqa: Y015
     _WhichOneofReturnType__dropout: _TypeAlias = _typing.Literal["dropout"]  # noqa: Y015
     _WhichOneofArgType__dropout: _TypeAlias = _typing.Literal["_dropout", b"_dropout"]  # noqa: Y015
     _WhichOneofReturnType__head: _TypeAlias = _typing.Literal["head"]  # noqa: Y015
@@ -2011,6 +2026,8 @@ class ForkRunRequest(_message.Message):
     _WhichOneofArgType__neftune_noise_alpha: _TypeAlias = _typing.Literal["_neftune_noise_alpha", b"_neftune_noise_alpha"]  # noqa: Y015
     _WhichOneofReturnType__record_batches: _TypeAlias = _typing.Literal["record_batches"]  # noqa: Y015
     _WhichOneofArgType__record_batches: _TypeAlias = _typing.Literal["_record_batches", b"_record_batches"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deterministic) -> _WhichOneofReturnType__deterministic | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__dropout) -> _WhichOneofReturnType__dropout | None: ...
     @_typing.overload

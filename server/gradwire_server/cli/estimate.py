@@ -77,6 +77,9 @@ def estimate(
     device: Annotated[
         str, typer.Option(help='Memory of a GPU ("80 GiB"), or "cpu", "cpu 16 GiB"; this machine when absent.')
     ] = "",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="With create_run(deterministic=True), on a CPU.")
+    ] = False,
     ranks: Annotated[
         int, typer.Option(min=1, max=64, help="Ranks, each on such a device: a power of two, as of `gradwire serve`.")
     ] = 1,
@@ -113,6 +116,8 @@ def estimate(
         fail("--sampler vllm is estimated for one GPU without --quantize and --ranks, as in --device '80 GiB'")
     if sampler == "vllm" and samples:
         fail("--samples: vLLM reserves the same memory whatever is sampled; leave it out with --sampler vllm")
+    if deterministic and (where.kind != "cpu" or quantize or dtype == "float64"):
+        fail("--deterministic is of a CPU, in float32 or bfloat16 and without --quantize, as in --device 'cpu 16 GiB'")
     default = "float32" if where.kind == "cpu" else "bfloat16"
     try:
         workload = Workload(
@@ -131,6 +136,7 @@ def estimate(
             image_tokens=image_tokens,
             shared_tokens=shared_tokens,
             vllm=sampler == "vllm",
+            deterministic=deterministic,
         )
         with _quiet():
             sizes = meta_model(workload, where.kind)

@@ -143,6 +143,7 @@ class Runs:
         self._scheduler, self._records, self._checkpoints = scheduler, storage.records, storage.checkpoints
         self._keys, self._calls, self._models, self._uploads = keys, calls, models, uploads
         self._limits, self._ranks_for, self._durability = config.limits, ranks_for, config.durability
+        self._deterministic = config.deterministic
         self._creating: dict[str, tuple[RunRecord, asyncio.Task[None]]] = {}
 
     async def create(self, caller: Caller, requested: pb.RunConfig, idempotency_key: str = "") -> pb.Run:
@@ -161,6 +162,8 @@ class Runs:
             take_settings(config, upload)
         check_settings(config, idempotency_key, self._limits, self._durability)
         config.lanes = config.lanes or self._ranks_for(config.base_model)
+        if not config.HasField("deterministic"):
+            config.deterministic = self._deterministic
         request = pb.CreateRunRequest(config=requested, idempotency_key=idempotency_key)
         record = new_record(caller.name, config, idempotency_key, _content(request))
         if upload is None:
@@ -191,6 +194,8 @@ class Runs:
         if request.HasField("record_batches"):
             config.record_batches = request.record_batches
         config.tags.update(request.tags)
+        if request.HasField("deterministic"):
+            config.deterministic = request.deterministic
         config.lanes = self._ranks_for(config.base_model)
         check_settings(config, request.idempotency_key, self._limits, self._durability)
         record = new_record(caller.name, config, request.idempotency_key, _content(request))

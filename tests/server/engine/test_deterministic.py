@@ -1,22 +1,33 @@
-"""With ``deterministic``, log-probabilities of sampling, scoring and training are the same to the bit."""
+"""In a deterministic run, log-probabilities of sampling, scoring and training are the same to the bit."""
 
 from __future__ import annotations
 
+import gc
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from gradwire_proto import codec
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import EngineSettings
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.model.layers.exact_products import use_exact_products
+from gradwire_server.engine.model.layers import exact_products
 from gradwire_server.engine.process.setup import check_settings
+from gradwire_server.engine.sizing.estimate import Device, Workload, estimate
 from support.engine import LocalEngine, Result, token_rows
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 VOCAB = 300
 
@@ -26,7 +37,6 @@ def restored() -> Any:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-    use_exact_products(False)
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +72,21 @@ class Trainer:
     def __init__(self, engine: LocalEngine, prompts: list[list[int]]) -> None:
         self.engine, self.prompts = engine, prompts
 
-    def sampled(self, n: int, **call: Any) -> tuple[list[list[int]], list[np.ndarray]]:
+    def sampled(self, n: int, model: str = "", **call: Any) -> tuple[list[list[int]], list[np.ndarray]]:
+        """By the run, or by what a model's name means."""
         settings = pb.SampleCall(n=n, **{"max_tokens": 20, "temperature": 1, "seed": 3, "ignore_eos": True} | call)
-        result = self.engine.do("run-a", token_rows(self.prompts, "prompt_ids"), sample=settings)
+        if model:
+            ids = [pb.TokenIds(ids=prompt) for prompt in self.prompts]
+            reply, payload = self.engine.request(sample=pb.SampleRequest(model=model, call=settings, prompt_ids=ids))
+            result = Result(reply.result, codec.decode(list(reply.result.tensors), payload))
+        else:
+            result = self.engine.do("run-a", token_rows(self.prompts, "prompt_ids"), sample=settings)
         tokens = parted(result, "token_ids")
         rows = [[*self.prompts[number // n], *own.tolist()] for number, own in enumerate(tokens)]
         return rows, parted(result)
 
-    def scored(self, rows: list[list[int]], temperature: float = 1.0) -> list[np.ndarray]:
-        call = pb.LossCall(outputs=["logprobs"], temperature=temperature)
+    def scored(self, rows: list[list[int]], temperature: float = 1.0, model: str = "") -> list[np.ndarray]:
+        call = pb.LossCall(outputs=["logprobs"], temperature=temperature, model=model)
         return parted(self.engine.do("run-a", token_rows(rows), forward=call))
 
     def trained(self, rows: list[list[int]], n: int) -> list[np.ndarray]:
@@ -136,23 +152,93 @@ def test_the_ratio_of_training_to_sampling_is_one_exactly(
     assert np.isfinite(np.concatenate(sampled)).all()
 
 
-def test_what_cannot_be_computed_so_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_asks_for_it_beside_others(folder: Path, tmp_path: Path, dtype: str) -> None:
+    """Whose numbers it does not change; they share the weights. Its checkpoint and its base are computed as it is."""
+    engines = [LocalEngine({"tiny": folder}, tmp_path / name, dtype=dtype, microbatch_tokens=90) for name in "ab"]
+    engine = engines[1]
+    expected = []
+    for each in engines:
+        each.create("run-b", lora=4)
+        if each is engine:
+            each.create("run-a", lora=4, deterministic=True)
+            each.train("run-a", token_rows(random_rows(20, 9)), 3e-3)
+        each.train("run-b", token_rows(random_rows(20, 9)), 3e-3)
+        expected.append(each.logprobs("run-b", token_rows(random_rows(20, 9, 31))))
+    assert np.array_equal(*expected)
+    trainer = Trainer(engine, random_rows(37, 1, 16))
+    rows, sampled = trainer.sampled(3)
+    assert same(sampled, trainer.scored(rows)) and same(sampled, trainer.trained(rows, 3))
+    engine.do("run-a", save_checkpoint=pb.SaveCheckpoint(name="now"))
+    again, of_checkpoint = trainer.sampled(3, model="run-a/now")
+    assert again == rows and same(of_checkpoint, sampled)
+    assert same(sampled, trainer.scored(rows, model="run-a/now"))
+    scored, other = (np.concatenate(trainer.scored(rows, model=name)) for name in ("base", "tiny"))
+    assert not np.array_equal(scored, other) and np.allclose(scored, other, atol=1e-4 if dtype == "float32" else 0.5)
+    pool = engine.context.pool
+    weights = [pool.get("tiny", exact=exact).model.get_input_embeddings().weight for exact in (True, False)]
+    assert weights[0].data_ptr() == weights[1].data_ptr()
+    panels = exact_products.panel_bytes(pool.get("tiny", exact=True).model)
+    assert pool.held_bytes == pool.get("tiny").weight_bytes + panels
+
+
+@pytest.mark.parametrize("lora", [4, None], ids=["lora", "full"])
+def test_the_memory_of_its_copies_of_weights_is_estimated(folder: Path, tmp_path: Path, lora: int | None) -> None:
+    gc.collect()
+    before = sum(each.panels.nbytes for each in exact_products._panels.values())
+    engine = LocalEngine({"tiny": folder}, tmp_path)
+    engine.create("run-a", lora=lora, deterministic=True)
+    for _ in range(2):
+        engine.train("run-a", token_rows(random_rows(20, 9)))
+    held = sum(each.panels.nbytes for each in exact_products._panels.values()) - before
+    workload = Workload(str(folder), lora_rank=lora or 0, tokens=64, rows=4, dtype=torch.float32, deterministic=True)
+    assert estimate(workload, Device("cpu", 8 << 30)).parts["panels"] == held
+    assert estimate(replace(workload, deterministic=False), Device("cpu", 8 << 30)).parts["panels"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lora", [4, None], ids=["lora", "full"])
+def test_layers_with_a_window(tmp_path: Path, dtype: str, lora: int | None) -> None:
+    """Of Gemma 3's kind: two layers within 12 tokens and one with all."""
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB, hidden_size=96, intermediate_size=128, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=48, sliding_window=12, max_position_embeddings=256, initializer_range=0.3,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"], eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Gemma3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    engine = LocalEngine({"tiny": tmp_path / "model"}, tmp_path / "state", dtype=dtype, microbatch_tokens=90)
+    engine.create("run-a", lora=lora, deterministic=True)
+    engine.create("run-b", lora=lora)
+    norms = [engine.train(run, token_rows(random_rows(40, 9)), 3e-3)[1] for run in ("run-a", "run-b")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3 if dtype == "float32" else 0.05)
+    trainer = Trainer(engine, random_rows(37, 1, 16))
+    rows, sampled = trainer.sampled(3)
+    assert same(sampled, trainer.scored(rows)) and same(sampled, trainer.trained(rows, 3))
+    assert same(sampled[4:6], trainer.scored(rows[4:6]))
+    assert len(np.unique(np.concatenate(sampled))) > 50
+
+
+def test_what_cannot_be_computed_so_is_refused(folder: Path, tmp_path: Path) -> None:
     for setting in ({"dtype": "mixed"}, {"kernels": "plain"}, {"quantize": "int8"}, {"compile": True}):
         settings = EngineSettings(device="cpu", deterministic=True, **setting)
         with pytest.raises(OperationError, match="--deterministic: "):
             check_settings(settings)
-    config = MistralConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1,
-        num_key_value_heads=1, head_dim=64, sliding_window=8, max_position_embeddings=64,
-    )  # fmt: skip
-    MistralForCausalLM(config).save_pretrained(tmp_path)
-    (tmp_path / "state").mkdir()
-    engine = LocalEngine({"tiny": tmp_path}, tmp_path / "state", deterministic=True)
-    reply, _ = engine.request(
-        create_run={"run_id": "run-a", "config": pb.RunConfig(base_model="tiny", lora=pb.LoraSettings(rank=2))}
-    )
-    assert "its layers attend within a window" in reply.error.message
-    assert reply.error.code == pb.ERROR_CODE_UNSUPPORTED
+    config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4)
+    MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
+    models = {"tiny": folder, "mamba": tmp_path / "mamba"}
+
+    def refusal(engine: LocalEngine, model: str) -> pb.Error:
+        lora = pb.LoraSettings(rank=2)
+        asked = pb.RunConfig(base_model=model, lora=lora, deterministic=True)
+        return engine.request(create_run={"run_id": "run-a", "config": asked})[0].error
+
+    refused = refusal(LocalEngine(models, tmp_path / "one"), "mamba")
+    assert "cannot be computed as a deterministic run: it takes padded sequences" in refused.message
+    assert (refused.code, refused.field) == (pb.ERROR_CODE_UNSUPPORTED, "deterministic")
+    refused = refusal(LocalEngine(models, tmp_path / "other", kernels="plain"), "tiny")
+    assert "deterministic: leave out --kernels plain" in refused.message
+    assert (refused.code, refused.field) == (pb.ERROR_CODE_UNSUPPORTED, "deterministic")
 
 
 @pytest.mark.slow

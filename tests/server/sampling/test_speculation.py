@@ -57,9 +57,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_model(tmp_path_factory.mktemp("drafted"), hidden_size=64, num_layers=2, texts=[TEXT], vocab_size=280)
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+POOLS = {
+    "float32": (torch.float32, False), "bfloat16": (torch.bfloat16, False),
+    "float32, deterministic": (torch.float32, True), "bfloat16, deterministic": (torch.bfloat16, True),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=POOLS)
 def pool(folder: Path, request: pytest.FixtureRequest) -> ModelPool:
-    return ModelPool({"model": str(folder)}, dtype=request.param)
+    dtype, exact = POOLS[request.param]
+    return ModelPool({"model": str(folder)}, dtype=dtype, exact=exact)
 
 
 @pytest.fixture(scope="module")

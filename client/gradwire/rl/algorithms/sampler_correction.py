@@ -107,7 +107,8 @@ class SamplerCorrection:
             "sampler_correction",
             "the sampler's log-probabilities differ from the trainer's by up to %.2g nats (bfloat16, or another "
             "sampler): the loss corrects for it with truncated importance weights from now on. "
-            'loss_kwargs={"sampler_correction": None} turns that off',
+            'loss_kwargs={"sampler_correction": None} turns that off; on a CPU, a run created with deterministic=True '
+            "has no difference",
             difference,
         )
         return True

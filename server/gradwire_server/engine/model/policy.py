@@ -389,7 +389,7 @@ class LoraPolicy(Policy):
         from gradwire_server.engine.model.adapters.adapter_set import AdapterSet
 
         self.split_model.activate(None)
-        adapters = self.split_model.adapters or AdapterSet(self.split_model.model)
+        adapters = self.split_model.adapters or AdapterSet(self.split_model.model, exact=self.split_model.exact)
         try:
             with preserved_rng(), only_the_head_of_tied():
                 seed_generators(seed)

@@ -16,15 +16,20 @@ from gradwire_server.engine.model.policy import FullPolicy, LoraPolicy, Policy
 from gradwire_server.engine.model.split_model import ModelFacts, SplitModel
 
 
+def is_exact(pool: ModelPool, config: training_pb2.RunConfig) -> bool:
+    """Whether a run is deterministic; one of an earlier version is as the server is."""
+    return config.deterministic if config.HasField("deterministic") else pool.exact
+
+
 def make_policy(pool: ModelPool, config: training_pb2.RunConfig, run_id: str) -> Policy:
     """Make the policy that a run's configuration asks for.
 
     Raises:
         OperationError: UNKNOWN_MODEL, or INVALID_ARGUMENT or UNSUPPORTED with the field.
     """
-    facts = pool.facts(config.base_model)
+    facts, exact = pool.facts(config.base_model), is_exact(pool, config)
     if config.HasField("lora"):
-        split_model = pool.get(config.base_model)
+        split_model = pool.get(config.base_model, exact=exact)
         _check_checkpointing(config, split_model)
         head = _start_head(config, facts, split_model.device)
         settings = training_pb2.LoraSettings()
@@ -42,7 +47,7 @@ def make_policy(pool: ModelPool, config: training_pb2.RunConfig, run_id: str) ->
         )
         policy.router_aux_loss_coef, policy.noise_alpha = coefficient, config.neftune_noise_alpha
         return policy
-    split_model = pool.load(config.base_model)
+    split_model = pool.load(config.base_model, exact=exact)
     _check_checkpointing(config, split_model)
     coefficient = balance_coefficient(split_model.model, config)
     head = _start_head(config, facts, split_model.device)

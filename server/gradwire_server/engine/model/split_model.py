@@ -23,7 +23,7 @@ from gradwire_server.engine.model.attention.packed import BY_KERNEL, IN_ORDER, L
 from gradwire_server.engine.model.attention.paged import PagedDecode, PagedPrefill
 from gradwire_server.engine.model.layers.dropout import DropoutPlaces, EmbeddingNoise, jittered
 from gradwire_server.engine.model.layers.embedding import add_rows_in_place
-from gradwire_server.engine.model.layers.exact_products import exact_kernels, exact_product
+from gradwire_server.engine.model.layers.exact_products import exact_product
 from gradwire_server.engine.model.layers.feed_forward import FeedForward
 from gradwire_server.engine.model.layers.rotary import fix_rotary_factors
 from gradwire_server.engine.model.layers.routers import Routers
@@ -73,20 +73,21 @@ class HeadAdapter:
         b: ``[V, R]``.
         scale: Factor of the product.
         dropout: Rate of the dropout on the hidden states.
+        exact: As of :class:`OutputHead`.
     """
 
     a: Tensor
     b: Tensor
     scale: float
     dropout: float = 0.0
+    exact: bool = False
 
     def inner(self, hidden: Tensor) -> Tensor:
         """``[T, R]`` ``scale * dropout(h) A^T`` in at least float32, differentiable."""
         dtype = torch.float64 if self.a.dtype == torch.float64 else torch.float32
         dropped = nn.functional.dropout(hidden, self.dropout) if self.dropout else hidden
-        exact = exact_kernels()
-        if exact is not None and not torch.is_grad_enabled():
-            return exact_product(dropped.to(dtype), self.a, None, exact) * self.scale
+        if self.exact and not torch.is_grad_enabled():
+            return exact_product(dropped.to(dtype), self.a) * self.scale
         return nn.functional.linear(dropped.to(dtype), self.a.to(dtype)) * self.scale
 
 
@@ -104,6 +105,7 @@ class OutputHead:
         adds_in_place: Whether a backward may add the weight's gradient to ``weight.grad`` itself, invisibly to
             autograd; valid with ``torch.autograd.backward`` only.
         adapter: LoRA on the head, or None.
+        exact: Whether the bits of a token's log-probability depend on its state alone.
     """
 
     weight: Tensor
@@ -112,6 +114,7 @@ class OutputHead:
     softcap: float | None = None
     adds_in_place: bool = False
     adapter: HeadAdapter | None = None
+    exact: bool = False
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """States and weights in turns, whose products ``states [T, ...] @ weight [V, ...]^T`` are to be added."""
@@ -317,8 +320,8 @@ class SplitModel:
         added = None
         pair = getattr(linear, "pairs", {}).get(adapter)
         if pair is not None:
-            added = HeadAdapter(pair.a, pair.b, pair.scale, dropout)
-        return OutputHead(weight, bias, self._logit_scale, self._softcap, in_place, added)
+            added = HeadAdapter(pair.a, pair.b, pair.scale, dropout, self.exact)
+        return OutputHead(weight, bias, self._logit_scale, self._softcap, in_place, added, self.exact)
 
     def trains_output_head(self, adapter: str | None = None) -> bool:
         """Whether the output weight, or an adapter's product on it, gets a gradient."""

@@ -45,7 +45,7 @@ class ComputedWith:
         self._bases: dict[str, str] = {}
         self._code: dict[str, str] = {}
 
-    def facts(self, base_model: str) -> dict[str, str]:
+    def facts(self, base_model: str, *, deterministic: bool) -> dict[str, str]:
         """Name -> value of everything that a run on a model depends on; what is off has no fact."""
         if not self._code:
             self._code = versions() | {"code": _digest_of_code()}
@@ -54,7 +54,7 @@ class ComputedWith:
         further: dict[str, str] = {"quantize": self._pool.quantize} if self._pool.quantize else {}
         if self._pool.compiled:
             further["compile"] = "on"
-        if self._pool.exact:
+        if deterministic:
             further["deterministic"] = "on"
         if self._pool.kernels is not None:
             further |= self._pool.kernels.version

@@ -15,17 +15,20 @@ from gradwire_proto.v1 import engine_pb2, training_pb2
 
 from gradwire_server.config import EngineSettings
 from gradwire_server.engine.agreement import Agreement
+from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.failures import is_fatal, to_error
 from gradwire_server.engine.group_agreement import GroupAgreement
 from gradwire_server.engine.machine import Share, sampling_cache
 from gradwire_server.engine.model.loading.pool import Dtype, ModelPool
 from gradwire_server.engine.model.placement import Placement, Sharded
+from gradwire_server.engine.model.policy_from_config import is_exact
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.decisions import GROUP_TOKENS, Decision
 from gradwire_server.engine.operations.lifecycle import Answer, answer_to, begins, failure, not_started, plain_answer
 from gradwire_server.engine.operations.request import Request
 from gradwire_server.engine.operations.table import carry_out
 from gradwire_server.engine.process.computed_with import ComputedWith
+from gradwire_server.engine.process.setup import why_not_exact
 from gradwire_server.engine.sampling.samplers.choice import make_sampler
 from gradwire_server.engine.sampling.samplers.sampler import Sampler
 from gradwire_server.engine.scoring.memory import Memory
@@ -130,6 +133,7 @@ class Engine:
             # Not by default on a CPU, where a replay of the journal is to give the bits that were given before.
             self.context.decisions.group_tokens = GROUP_TOKENS[pool.device.type]
         self._models, self._ranks = list(settings.models), settings.num_ranks
+        self._why_not_exact = why_not_exact(settings)
         self._adapter_shapes = AdapterShapes(pool)
         self._shared = SharedWeights(settings.state_dir / SHARED / str(share.number), self._store, agreement)
         self._handlers: Mapping[str, Callable[[Request], Answer]] = {
@@ -233,6 +237,10 @@ class Engine:
                 fresh_head = (config.head, config.num_labels) != (theirs.head, theirs.num_labels)
             else:
                 config.head, config.num_labels = theirs.head, theirs.num_labels
+        if is_exact(context.pool, config) and self._why_not_exact:
+            raise OperationError(
+                training_pb2.ERROR_CODE_UNSUPPORTED, f"deterministic: {self._why_not_exact}", field="deterministic"
+            )
         check_memory(context.pool, create, context.agreement)
         run = EngineRun(context.pool, create.run_id, config)
         try:
@@ -251,7 +259,11 @@ class Engine:
                 seq=run.seq,
                 head=run.config.head,
                 num_labels=run.config.num_labels,
-                computed_with=context.agreement.once(lambda: self._computed_with.facts(create.config.base_model)),
+                computed_with=context.agreement.once(
+                    lambda: self._computed_with.facts(
+                        create.config.base_model, deterministic=run.policy.split_model.exact
+                    )
+                ),
             )
         )
 
@@ -266,7 +278,7 @@ class Engine:
             self._shared.forget(run_id)
             self.context.store.fences.pop(run_id, None)
             run.close()
-            self.context.references.keep_model(run.config.base_model)
+            self.context.references.keep_model(run.policy.split_model)
 
     def _share_weights(self, request: Request) -> Answer:
         share = request.message.share_weights

@@ -41,8 +41,8 @@ def check_settings(settings: EngineSettings) -> None:
     """
     if settings.device:
         _check_device(settings.device)
-    if settings.deterministic:
-        _check_deterministic(settings)
+    if settings.deterministic and (reason := why_not_exact(settings)):
+        raise OperationError(training_pb2.ERROR_CODE_UNSUPPORTED, f"--deterministic: {reason}")
     if settings.num_ranks > 1 or settings.shard == "on":
         _check_ranks(settings)
     for file in settings.losses:
@@ -74,21 +74,19 @@ def _check_device(name: str) -> None:
         )
 
 
-def _check_deterministic(settings: EngineSettings) -> None:
-    on_gpu = settings.device.startswith("cuda") or (not settings.device and torch.cuda.is_available())
-    if on_gpu:
-        reason = "no kernels of a GPU have the same bits in sampling and training yet; give --device cpu"
-    elif settings.dtype not in (None, "float32", "bfloat16"):
-        reason = f"--dtype {settings.dtype} is not computed so; give float32 or bfloat16"
-    elif settings.kernels == "plain" or settings.compile or settings.quantize or settings.shard == "on":
-        reason = "leave out --kernels plain, --compile, --quantize and --shard on, which compute in other ways"
-    elif settings.sampler != "local":
-        reason = "vLLM computes in other ways; leave out --sampler"
-    elif cpu_kernels() is None:
-        reason = "it needs a C compiler (install gcc or clang, or name one by CC)"
-    else:
-        return
-    raise OperationError(training_pb2.ERROR_CODE_UNSUPPORTED, f"--deterministic: {reason}")
+def why_not_exact(settings: EngineSettings) -> str:
+    """What keeps an engine from computing deterministic runs; empty if it can."""
+    if settings.device.startswith("cuda") or (not settings.device and torch.cuda.is_available()):
+        return "no kernels of a GPU have the same bits in sampling and training yet; give --device cpu"
+    if settings.dtype not in (None, "float32", "bfloat16"):
+        return f"--dtype {settings.dtype} is not computed so; give float32 or bfloat16"
+    if settings.kernels == "plain" or settings.compile or settings.quantize or settings.shard == "on":
+        return "leave out --kernels plain, --compile, --quantize and --shard on, which compute in other ways"
+    if settings.sampler != "local":
+        return "vLLM computes in other ways; leave out --sampler"
+    if cpu_kernels() is None:
+        return "it needs a C compiler (install gcc or clang, or name one by CC)"
+    return ""
 
 
 def _check_ranks(settings: EngineSettings) -> None:

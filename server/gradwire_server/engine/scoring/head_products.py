@@ -17,7 +17,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from gradwire_server.engine.model.layers.exact_products import exact_kernels
+from gradwire_server.engine.model.layers.exact_products import exact_product
 from gradwire_server.engine.model.layers.packed_linear import linear, product_with_copy
 from gradwire_server.engine.model.meta_device import computes_as_cpu
 from gradwire_server.engine.model.split_model import OutputHead
@@ -169,13 +169,16 @@ class HeadGradients:
 class HeadProduct:
     """The sum of the products of states with the transposed weights.
 
+    Args:
+        exact: Whether the bits of a place's products depend on its states alone.
+
     Attributes:
         factors: The product with each weight.
         dtype: Dtype of the results.
     """
 
-    def __init__(self, weights: Sequence[Tensor]) -> None:
-        self.factors = [WeightProduct(weight) for weight in weights]
+    def __init__(self, weights: Sequence[Tensor], *, exact: bool = False) -> None:
+        self.factors = [WeightProduct(weight, exact=exact) for weight in weights]
         self.dtype = self.factors[0].dtype
 
     def part(self, vocabulary: slice) -> HeadProduct:
@@ -198,9 +201,11 @@ class WeightProduct:
 
     Attributes:
         stored: The weight as it is given.
+        exact: As of :class:`HeadProduct`.
     """
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, *, exact: bool = False) -> None:
+        self.exact = exact
         self.dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         self.mixed = not computes_as_cpu(weight.device) and weight.dtype in (torch.bfloat16, torch.float16)
         self.stored = weight
@@ -214,8 +219,8 @@ class WeightProduct:
         """Product with the transposed weight: ``[C, H] -> [C, V]``."""
         if self.mixed:
             return torch.mm(states.to(self.weight.dtype), self.weight.T, out_dtype=self.dtype)
-        if place is None and exact_kernels() is not None:
-            return linear(states.to(self.dtype), self.stored)
+        if place is None and self.exact:
+            return exact_product(states.to(self.dtype), self.stored)
         if place is None:
             states = states.to(self.dtype)
             found = product_with_copy(states, self.stored)
@@ -224,7 +229,7 @@ class WeightProduct:
 
     def add_by_transpose(self, total: Tensor, states: Tensor) -> None:
         """Add the product with the transposed weight to ``total [C, V]``."""
-        if self.mixed or exact_kernels() is not None:
+        if self.mixed or self.exact:
             total += self.by_transpose(states)
         else:
             total.addmm_(states.to(self.dtype), self.weight.T)

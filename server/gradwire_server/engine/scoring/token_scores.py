@@ -102,7 +102,7 @@ def score_tokens(
     )  # fmt: skip
     compute = ScoreTiles if tiled else _ScoreTokens
     scores = TokenScores(*compute.apply(request, ids, head.bias, *operands))  # type: ignore[no-untyped-call]
-    if exact_kernels() is None:
+    if not head.exact:
         return scores
     exact = _exact_logprobs(hidden, head, ids, temperature, max(1, chunk_elements // len(head.weight)))
     return replace(scores, logprobs=_WithValues.apply(scores.logprobs, exact))  # type: ignore[no-untyped-call]
@@ -129,10 +129,8 @@ class _WithValues(torch.autograd.Function):
 
 
 def chosen_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
-    """``[T, K]`` log-probabilities of ids given ``[T, V]`` logits, where products are exact: so are these."""
-    kernels = exact_kernels()
-    assert kernels is not None
-    return kernels.log_probabilities(logits, ids)
+    """``[T, K]`` log-probabilities of ids given ``[T, V]`` logits of an exact head, and exact as these."""
+    return exact_kernels().log_probabilities(logits, ids)
 
 
 def _only_states_train(head: OutputHead, operands: Sequence[Tensor]) -> bool:
@@ -149,9 +147,10 @@ def _only_states_train(head: OutputHead, operands: Sequence[Tensor]) -> bool:
 
 def token_logits(hidden: Tensor, head: OutputHead, *, temperature: float = 1.0) -> Tensor:
     """``[T, V]`` logits over the temperature of a few states ``[T, H]``, for the sampler; no gradient."""
-    with products_apart() if exact_kernels() is not None else nullcontext():  # as SplitModel.packed_states
+    with products_apart() if head.exact else nullcontext():  # as SplitModel.packed_states
         operands = head.operands(hidden)
-        return head_logits(HeadProduct(operands[1::2]), operands[::2], head.bias, head, temperature)[0]
+        product = HeadProduct(operands[1::2], exact=head.exact)
+        return head_logits(product, operands[::2], head.bias, head, temperature)[0]
 
 
 class _ScoreTokens(torch.autograd.Function):

@@ -17,6 +17,7 @@ from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.machine import sampling_cache
 from gradwire_server.engine.model.layers.activations import Activations
+from gradwire_server.engine.model.layers.exact_products import panel_bytes
 from gradwire_server.engine.model.loading.quantization import Quantization
 from gradwire_server.engine.model.meta_device import DeviceKind
 from gradwire_server.engine.scoring.activation_choice import Costs
@@ -74,6 +75,7 @@ class Workload:
         ranks: Number of ranks, each on a device of its own; everything else is of one of them.
         divided: Whether the weights are divided among them.
         vllm: Whether vLLM samples, which sleeps while a batch is trained on.
+        deterministic: Whether the runs are deterministic.
     """
 
     model: str
@@ -93,6 +95,7 @@ class Workload:
     ranks: int = 1
     divided: bool = False
     vllm: bool = False
+    deterministic: bool = False
 
     @property
     def run_config(self) -> training_pb2.RunConfig:
@@ -192,6 +195,7 @@ class Estimate:
 
 PARTS = {
     "weights": "the model's weights",
+    "panels": "float32 copies of weights that deterministic runs multiply with",
     "references": "reference models",
     "adapters": "adapters and heads, with their float32 masters",
     "masters": "float32 masters of trained weights",
@@ -312,6 +316,9 @@ def held_parts(workload: Workload, model: MetaModel) -> dict[str, int]:
     else:
         parts["weights"] = runs * trained * width
         parts["masters"] = runs * trained * master
+    if workload.deterministic:
+        parts["panels"] = panel_bytes(model.model) * (1 if workload.lora_rank else runs)
+        parts["panels"] += runs * model.adapter_panel_bytes
     parts["gradients"] = runs * trained * GRADIENT_BYTES
     parts["moments"] = runs * trained * MOMENT_BYTES
     for reference in workload.references:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.attention.packed import NotCausal
 from gradwire_server.engine.model.layers.activations import Activations
+from gradwire_server.engine.model.layers.exact_products import panel_bytes_of
 from gradwire_server.engine.model.loading.quantization import Quantization
 from gradwire_server.engine.model.meta_device import DeviceKind, estimating
 from gradwire_server.engine.model.policy import Policy
@@ -104,6 +105,16 @@ class MetaModel:
 
         def parameters(policy: Policy) -> list[nn.Parameter]:
             return list(policy.trainable_parameters().values())
+
+        return round(self._whole(held))
+
+    @cached_property
+    def adapter_panel_bytes(self) -> int:
+        """Bytes of the copies of an adapter that exact products are computed with."""
+
+        def held(policy: Policy) -> int:
+            adapter = policy.trainable_parameters() if policy.adapter else {}
+            return sum(panel_bytes_of(each) for each in adapter.values() if each.ndim == 2)
 
         return round(self._whole(held))
 

@@ -50,6 +50,7 @@ class MetaPool(ModelPool):
         *,
         offload: bool = False,
         placement: Placement | None = None,
+        exact: bool | None = None,
     ) -> SplitModel:
         facts = self.facts(name)
         check_quantization(facts, quantize)

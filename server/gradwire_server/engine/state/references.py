@@ -31,6 +31,7 @@ from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.loading.quantization import QUANTIZATIONS, Quantization
 from gradwire_server.engine.model.placement import assign
 from gradwire_server.engine.model.policy import HEAD_PREFIX, LoraPolicy, Policy
+from gradwire_server.engine.model.policy_from_config import is_exact
 from gradwire_server.engine.model.split_model import SplitModel
 from gradwire_server.engine.scoring.forward import Scoring, score_batch
 from gradwire_server.engine.scoring.logprob_cache import LogprobCache, keys_in_batch, sequence_keys
@@ -62,6 +63,7 @@ class _Loaded:
     reference: Reference
     own_bytes: int
     shared_model: str = ""
+    exact: bool = False
     host_bytes: int = 0
     run_id: str = ""
 
@@ -145,7 +147,7 @@ class References:
         """
         other = self._form(dtype, held)
         if run is not None and name == "base":
-            return self._model(run.config.base_model, other)
+            return self._model(run.config.base_model, other, exact=run.policy.split_model.exact)
         if run is not None and name == "ema":
             if other is not None:
                 raise OperationError(
@@ -197,14 +199,15 @@ class References:
                 policy = self._full(policy.split_model, None, tensors)  # another, which has kept nothing of its samples
             self._loaded[identity] = replace(entry, reference=Reference(identity, policy))
         elif config.HasField("lora"):
-            split_model = self._pool.get(config.base_model)
+            split_model = self._pool.get(config.base_model, exact=is_exact(self._pool, config))
             policy = self._adapter(split_model, config.lora, None, tensors)
             size = sum(parameter.nbytes for parameter in policy.trainable_parameters().values())
             self._loaded[identity] = _Loaded(Reference(identity, policy), size, run_id=weights.run_id)
         else:
             size = self._model_bytes(config.base_model, self._pool.dtype)
             self._make_room(size)
-            policy = self._full(self._frozen_copy(config.base_model, self._pool.dtype), None, tensors)
+            exact = is_exact(self._pool, config)
+            policy = self._full(self._frozen_copy(config.base_model, self._pool.dtype, exact), None, tensors)
             self._loaded[identity] = _Loaded(Reference(identity, policy), size, run_id=weights.run_id)
         self.loaded_models += 1
         return self._use(identity)
@@ -267,25 +270,26 @@ class References:
             self._logprobs.put(key, values)
         return by_sequence
 
-    def keep_model(self, name: str) -> None:
+    def keep_model(self, split_model: SplitModel) -> None:
         """Keep the shared copy of a model that no run uses any more, while the cache has room."""
-        if self._pool.is_loaded(name):
-            self._model(name)
+        if self._pool.is_loaded(split_model.facts.name, exact=split_model.exact):
+            self._model(split_model.facts.name, exact=split_model.exact)
 
-    def _model(self, name: str, form: Form = None) -> Reference:
-        identity = f"model {name} {form}" if form else f"model {name}"
+    def _model(self, name: str, form: Form = None, *, exact: bool | None = None) -> Reference:
+        exact = self._pool.exact if exact is None else exact
+        identity = f"model {name}{f' {form}' if form else ''}{' exact' if exact else ''}"
         if identity not in self._loaded and form:
             size = self._model_bytes(name, form)
             self._make_room(size)
-            policy = Policy(self._frozen_copy(name, form))
+            policy = Policy(self._frozen_copy(name, form, exact))
             on_host = num_layer_bytes(policy.model) if form == OFFLOADED and self._pool.device.type != "cpu" else 0
             self._loaded[identity] = _Loaded(Reference(identity, policy), size, host_bytes=on_host)
             self.loaded_models += 1
         elif identity not in self._loaded:
-            if not self._pool.is_loaded(name):
+            if not self._pool.is_loaded(name, exact=exact):
                 self._make_room(self._model_bytes(name))
-            policy = Policy(self._pool.get(name))
-            self._loaded[identity] = _Loaded(Reference(identity, policy), self._model_bytes(name), shared_model=name)
+            reference = Reference(identity, Policy(self._pool.get(name, exact=exact)))
+            self._loaded[identity] = _Loaded(reference, self._model_bytes(name), shared_model=name, exact=exact)
             self.loaded_models += 1
         return self._use(identity)
 
@@ -301,7 +305,7 @@ class References:
                 rule='"base", or a model name',
             )
         if identity not in self._loaded:
-            config = manifest.config
+            config, exact = manifest.config, is_exact(self._pool, manifest.config)
             tensors = self._store.load(manifest.path, WEIGHTS, manifest)
             facts = self._pool.facts(config.base_model)
             head = make_head(config, facts.hidden_size, self._pool.device)
@@ -310,7 +314,10 @@ class References:
             if config.HasField("lora"):
                 size = self._model_bytes(config.base_model, form) if form else 0
                 self._make_room(size)
-                split_model = self._frozen_copy(config.base_model, form) if form else self._pool.get(config.base_model)
+                if form:
+                    split_model = self._frozen_copy(config.base_model, form, exact)
+                else:
+                    split_model = self._pool.get(config.base_model, exact=exact)
                 policy = self._adapter(split_model, config.lora, head, tensors)
                 size += sum(parameter.nbytes for parameter in policy.trainable_parameters().values())
             else:
@@ -324,7 +331,8 @@ class References:
                     )
                 size = self._model_bytes(config.base_model, form or self._pool.dtype)
                 self._make_room(size)
-                policy = self._full(self._frozen_copy(config.base_model, form or self._pool.dtype), head, tensors)
+                copy = self._frozen_copy(config.base_model, form or self._pool.dtype, exact)
+                policy = self._full(copy, head, tensors)
             self._loaded[identity] = _Loaded(Reference(identity, policy), size)
             self.loaded_models += 1
         return self._use(identity)
@@ -366,17 +374,17 @@ class References:
             logger.info("dropping reference %s from the cache", identity)
             del self._loaded[identity]
             if entry.shared_model:
-                self._pool.release(entry.shared_model)
+                self._pool.release(entry.shared_model, exact=entry.exact)
             else:
                 entry.reference.policy.close()
 
-    def _frozen_copy(self, name: str, form: Form) -> SplitModel:
+    def _frozen_copy(self, name: str, form: Form, exact: bool) -> SplitModel:
         if form == OFFLOADED:
             split_model = self._pool.load(name, offload=True)
         elif isinstance(form, str):
             split_model = self._pool.load(name, quantize=form)
         else:
-            split_model = self._pool.load(name, None if form is self._pool.dtype else form)
+            split_model = self._pool.load(name, None if form is self._pool.dtype else form, exact=exact)
         split_model.model.requires_grad_(False)
         return split_model
 

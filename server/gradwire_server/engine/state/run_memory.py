@@ -20,7 +20,9 @@ from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.machine import total_memory
 from gradwire_server.engine.model.adapters.lora_settings import lora_config, only_the_head_of_tied
+from gradwire_server.engine.model.layers.exact_products import panel_bytes
 from gradwire_server.engine.model.loading.pool import ModelPool
+from gradwire_server.engine.model.policy_from_config import is_exact
 from gradwire_server.engine.sizing.parts import master_bytes, readable, trained_bytes, weight_bytes
 
 SCORE_BYTES = 8
@@ -71,7 +73,10 @@ def check_memory(pool: ModelPool, create: engine_pb2.EngineCreateRun, agreement:
     if not config.HasField("lora"):  # gradients and moments come with the first step, which some runs never take
         later = facts.num_parameters * (trained - pool.dtype.itemsize - master_bytes(pool.dtype))
         at_once -= later // pool.placement.parts
-    base = 0 if pool.is_loaded(config.base_model) or not config.HasField("lora") else _weights(pool, config.base_model)
+    loaded = {exact: pool.is_loaded(config.base_model, exact=exact) for exact in (True, False)}
+    base = 0 if any(loaded.values()) or not config.HasField("lora") else _weights(pool, config.base_model)
+    if is_exact(pool, config) and not (loaded[True] and config.HasField("lora")):
+        base += panel_bytes(pool.meta_model(config.base_model))
     if at_once + base > free:
         model = f" and its base model {readable(base)}" if base else ""
         raise OperationError(

@@ -30,6 +30,7 @@ CALLS: dict[str, tuple[dict[str, Any], Sequence[Sequence[int]]]] = {
     "one-prompt-score": ({"max_tokens": 2, "prompt_logprobs": True, "seed": 2}, PROMPTS[2:3]),
     "same-prompt-scores": ({"max_tokens": 0, "prompt_logprobs": True, "deterministic": True}, PROMPTS),
     "deterministic": ({"max_tokens": 12, "n": 2, "temperature": 1.0, "seed": 4, "deterministic": True}, PROMPTS),
+    "deterministic-run": ({"max_tokens": 12, "n": 3, "temperature": 1.0, "seed": 4, "prompt_logprobs": True}, PROMPTS),
 }
 
 
@@ -41,7 +42,8 @@ def sampled(engine: Driver, run_id: str, call: dict[str, Any], prompts: Sequence
 def test_samples_are_those_of_one_process(engines: Engines, name: str) -> None:
     run_id, (call, prompts) = f"samples-{name}", CALLS[name]
     for engine in (engines.one, engines.group):
-        engine.create(run_id, seed=3, lora={"rank": 4}, base_model="chats" if name == "schema" else "tiny")
+        model, exact = "chats" if name == "schema" else "tiny", name == "deterministic-run"
+        engine.create(run_id, seed=3, lora={"rank": 4}, base_model=model, deterministic=exact)
         engine.train(run_id, token_rows(PROMPTS))
     one, group = (sampled(engine, run_id, call, prompts) for engine in (engines.one, engines.group))
     assert one.proto.sample == group.proto.sample
@@ -49,7 +51,7 @@ def test_samples_are_those_of_one_process(engines: Engines, name: str) -> None:
     for column, found in one.columns.items():
         theirs = group.columns[column]
         assert [level.tolist() for level in found.levels] == [level.tolist() for level in theirs.levels]
-        if found.values.dtype.kind in "iu" or call.get("deterministic"):
+        if found.values.dtype.kind in "iu" or "deterministic" in name:
             assert found.values.tolist() == theirs.values.tolist()
         else:
             np.testing.assert_allclose(found.values, theirs.values, atol=1e-4)

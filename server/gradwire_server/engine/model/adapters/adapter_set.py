@@ -67,15 +67,16 @@ class AdapterSet:
 
     Args:
         model: The model, whose layers are wrapped as adapters need them.
+        exact: Whether a row's bits depend on that row alone (:mod:`..layers.exact_products`).
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, exact: bool = False) -> None:
         self._model = model
         self._peft: PeftModel | None = None
         self._layers: list[Any] = []
         self._alike: dict[object, _Alike] = {}
         self._adapters: dict[str, _Adapter] = {}
-        self._active = Active()
+        self._active = Active(exact=exact)
         self._attached: str | None = None
 
     def __len__(self) -> int:

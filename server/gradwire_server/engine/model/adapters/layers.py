@@ -38,7 +38,7 @@ from gradwire_server.engine.model.adapters.products import (
     bucketed,
 )
 from gradwire_server.engine.model.layers.cpu_kernels import sampling_kernels
-from gradwire_server.engine.model.layers.exact_products import exact_kernels
+from gradwire_server.engine.model.layers.exact_products import exact_product
 from gradwire_server.engine.model.layers.packed_linear import linear
 
 logger = logging.getLogger(__name__)
@@ -49,13 +49,14 @@ class Active:
     """Spans that a model's layers compute with. ``peft``: use peft's own forward with its enabled adapter instead.
 
     ``ends``: the spans' ends on the device, for grouped kernels; None where these do not run.
-    ``everywhere``: the adapter of the only span, if that is all tokens; else empty.
+    ``everywhere``: the adapter of the only span, if that is all tokens; else empty. ``exact``: as of the model.
     """
 
     spans: tuple[Span, ...] = ()
     ends: Tensor | None = None
     peft: bool = False
     everywhere: str = ""
+    exact: bool = False
     _buckets: dict[tuple[tuple[Span, ...], torch.device], list[SpanBucket]] = field(default_factory=dict)
 
     def set_spans(self, spans: Sequence[Span], ends: Tensor | None = None) -> None:
@@ -69,9 +70,9 @@ class Active:
         self, x: Tensor, spans: Sequence[Span], pairs: Sequence[Tensor], scales: Sequence[float]
     ) -> AdapterProducts:
         """Choose how a layer computes the products of the spans whose adapters are on it."""
-        alone = exact_kernels() is not None or (sampling_kernels(x) is not None and not torch.is_grad_enabled())
+        alone = self.exact or (sampling_kernels(x) is not None and not torch.is_grad_enabled())
         if len(spans) == 1 or alone:
-            return InTurn(spans, scales)
+            return InTurn(spans, scales, self.exact)
         ends = self.ends if len(spans) == len(self.spans) and alike(pairs, scales) else None
         if ends is not None and ends.device == x.device and grouped_products_run(x.device, x.dtype):
             return ByKernels(ends, scales[0])
@@ -124,8 +125,8 @@ class SpanLinear(LoraLinear):
             weight, bias = _frozen_product(base_layer)
             if weight is not None and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
                 if not torch.is_grad_enabled():  # of few tokens, the function around it takes a tenth of the time
-                    return _one_product(x, weight, bias, *pair)[0]
-                return _OneAdapter.apply(x, weight, bias, *pair)  # type: ignore[no-any-return, no-untyped-call]
+                    return _one_product(x, weight, bias, *pair, active.exact)[0]
+                return _OneAdapter.apply(x, weight, bias, *pair, active.exact)  # type: ignore[no-any-return, no-untyped-call]
         spans = [span for span in active.spans if span.adapter in pairs_here]
         if not spans:
             return base_layer(x, *args, **kwargs)  # type: ignore[no-any-return]
@@ -140,7 +141,9 @@ class SpanLinear(LoraLinear):
             weight, bias, result = (each if each is None else each.to(dtype) for each in (weight, bias, result))
             pairs = [each.to(dtype) for each in pairs]
         products = active.products(x, spans, pairs, scales)
-        output: Tensor = _LoraLinear.apply(x, result, weight, bias, products, *pairs)  # type: ignore[no-untyped-call]
+        output: Tensor = _LoraLinear.apply(  # type: ignore[no-untyped-call]
+            x, result, weight, bias, products, active.exact, *pairs
+        )
         return output
 
 
@@ -172,11 +175,12 @@ class _LoraLinear(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         products: AdapterProducts,
+        exact: bool,
         *pairs: Tensor,
     ) -> Tensor:
         tokens = x.flatten(0, -2)
         if weight is not None:
-            output = linear(tokens, weight, bias)
+            output = (exact_product if exact else linear)(tokens, weight, bias)
         else:
             assert result is not None
             output = result.flatten(0, -2).clone()
@@ -196,16 +200,16 @@ class _LoraLinear(torch.autograd.Function):
             into = torch.zeros_like(tokens) if weight is None else grad @ weight
         grads = ctx.products.gradients(grad, tokens, saved, pairs, into)
         of_x = None if into is None else into.unflatten(0, x.shape[:-1])
-        return of_x, grad_output if weight is None else None, None, None, None, *grads
+        return of_x, grad_output if weight is None else None, None, None, None, None, *grads
 
 
 def _one_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float, exact: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the output of :class:`_OneAdapter`, and ``x A^T``, ``[N, R]``."""
     tokens = x.flatten(0, -2)
-    output = linear(tokens, weight, bias)
-    inner = add_adapter(output, tokens, a, b, scale)
+    output = (exact_product if exact else linear)(tokens, weight, bias)
+    inner = add_adapter(output, tokens, a, b, scale, exact=exact)
     return _shaped(output, x), inner
 
 
@@ -217,8 +221,10 @@ class _OneAdapter(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        output, inner = _one_product(x, weight, bias, a, b, scale)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float, exact: bool
+    ) -> Tensor:
+        output, inner = _one_product(x, weight, bias, a, b, scale, exact)
         ctx.save_for_backward(x, weight, inner, a, b)
         ctx.scale = scale
         return output
@@ -235,7 +241,7 @@ class _OneAdapter(torch.autograd.Function):
         of_x = None
         if ctx.needs_input_grad[0]:
             of_x = (grad @ weight).addmm_(through, a, alpha=scale).view(x.shape)
-        return of_x, None, None, of_a, of_b, None
+        return of_x, None, None, of_a, of_b, None, None
 
 
 @cache

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from gradwire_server.engine.model.layers.cpu_kernels import sampling_kernels
-from gradwire_server.engine.model.layers.exact_products import exact_kernels, exact_product
+from gradwire_server.engine.model.layers.exact_products import exact_product
 from gradwire_server.engine.model.layers.packed_linear import MOST_ROWS
 from gradwire_server.engine.model.packing import Bucket, Segment, bucket_of
 
@@ -52,15 +52,15 @@ class AdapterProducts(Protocol):
         """The gradients of the pairs, given that of the output; adds that of the tokens to ``into``, if given."""
 
 
-def add_adapter(output: Tensor, tokens: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def add_adapter(output: Tensor, tokens: Tensor, a: Tensor, b: Tensor, scale: float, *, exact: bool = False) -> Tensor:
     """Add ``scale * x A^T B^T`` to ``output [N, O]``; returns ``x A^T``, ``[N, R]``.
 
-    A sampler's few rows go through a kernel in which a row's bits do not depend on the others.
+    A sampler's few rows go through a kernel in which a row's bits do not depend on the others, and all rows of an
+    ``exact`` model.
     """
-    exact = exact_kernels()
-    if exact is not None:
-        inner = exact_product(tokens, a, None, exact)
-        output.add_(exact_product(inner, b, None, exact), alpha=scale)
+    if exact:
+        inner = exact_product(tokens, a)
+        output.add_(exact_product(inner, b), alpha=scale)
         return inner
     kernels = sampling_kernels(output, tokens, a, b) if len(tokens) <= MOST_ROWS else None
     if kernels is None or torch.is_grad_enabled():
@@ -78,11 +78,12 @@ class InTurn:
 
     spans: Sequence[Span]
     scales: Sequence[float]
+    exact: bool = False
 
     def add(self, output: Tensor, tokens: Tensor, pairs: Sequence[Tensor]) -> list[Tensor]:
         saved = []
         for span, scale, a, b in zip(self.spans, self.scales, pairs[::2], pairs[1::2], strict=True):
-            saved.append(add_adapter(_rows(output, span), _rows(tokens, span), a, b, scale))
+            saved.append(add_adapter(_rows(output, span), _rows(tokens, span), a, b, scale, exact=self.exact))
         return saved
 
     def gradients(

@@ -1,4 +1,4 @@
-"""Products whose bits in a row depend on that row alone, on a CPU: what a deterministic server computes with.
+"""Products whose bits in a row depend on that row alone, on a CPU: what a deterministic run computes with.
 
 torch's products of the same row differ in their last bits with the number of rows beside it, in float32 and in
 bfloat16, since another kernel, or another cut of its sums, suits another size. :meth:`.cpu_kernels.CpuKernels.product`
@@ -20,18 +20,12 @@ from transformers.pytorch_utils import Conv1D
 
 from gradwire_server.engine.model.layers.cpu_kernels import CpuKernels, cpu_kernels
 
-_used = False
 
-
-def use_exact_products(used: bool) -> None:
-    """Say whether this process computes products so."""
-    global _used
-    _used = used
-
-
-def exact_kernels() -> CpuKernels | None:
-    """The kernels, where this process computes products so."""
-    return cpu_kernels() if _used else None
+def exact_kernels() -> CpuKernels:
+    """The kernels, without which no model is loaded so."""
+    kernels = cpu_kernels()
+    assert kernels is not None
+    return kernels
 
 
 class _Panels(NamedTuple):
@@ -45,8 +39,9 @@ class _Panels(NamedTuple):
 _panels: dict[tuple[int, tuple[int, ...]], _Panels] = {}
 
 
-def exact_product(x: Tensor, weight: Tensor, bias: Tensor | None, kernels: CpuKernels) -> Tensor:
+def exact_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x [.., I] W^T + bias`` without a gradient, ``W [O, I]``, in the dtype of ``x``."""
+    kernels = exact_kernels()
     panels = _panels_of(weight, kernels)
     return kernels.product(x.float(), panels, None if bias is None else bias.float(), len(weight)).to(x.dtype)
 
@@ -65,34 +60,52 @@ def _panels_of(weight: Tensor, kernels: CpuKernels) -> Tensor:
 
 def compute_exactly(model: nn.Module) -> None:
     """Let a model's linear layers compute so."""
-    for layer in model.modules():
-        if type(layer) in (nn.Linear, Conv1D):
-            vars(layer)["forward"] = partial(_of_layer, layer)
+    for layer in _layers(model):
+        vars(layer)["forward"] = partial(_of_layer, layer)
+
+
+def panel_bytes(model: nn.Module) -> int:
+    """Bytes of the copies of the weights of a model's linear layers that exact products are computed with."""
+    weights = {id(layer.weight): _weight_of(layer) for layer in _layers(model)}
+    return sum(map(panel_bytes_of, weights.values()))
+
+
+def panel_bytes_of(weight: Tensor) -> int:
+    """Those of one weight, whose outputs are filled up to whole panels."""
+    kernels = cpu_kernels()
+    outputs = len(weight) + (0 if kernels is None else kernels.missing(len(weight)))
+    return outputs * weight.shape[1] * torch.float32.itemsize
+
+
+def _layers(model: nn.Module) -> list[Any]:
+    return [layer for layer in model.modules() if type(layer) in (nn.Linear, Conv1D)]
+
+
+def _weight_of(layer: Any) -> Tensor:
+    """``[O, I]``."""
+    weight: Tensor = layer.weight
+    return weight.T if type(layer) is Conv1D else weight
 
 
 def _of_layer(layer: Any, x: Tensor) -> Tensor:
-    weight = layer.weight.T if type(layer) is Conv1D else layer.weight
-    kernels = cpu_kernels()
-    assert kernels is not None  # without them no model is loaded so
-    product: Tensor = _Product.apply(x, weight, layer.bias, kernels)  # type: ignore[no-untyped-call]
+    product: Tensor = _Product.apply(x, _weight_of(layer), layer.bias)  # type: ignore[no-untyped-call]
     return product
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernels: CpuKernels) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return exact_product(x, weight, bias, kernels)
+        return exact_product(x, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
+        of_x, of_weight, of_bias = ctx.needs_input_grad
         rows = of_out.flatten(0, -2)
         return (
             of_out @ weight if of_x else None,
             rows.T @ x.flatten(0, -2) if of_weight else None,
             rows.sum(0) if of_bias else None,
-            None,
         )

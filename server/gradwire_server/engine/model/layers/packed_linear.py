@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 from gradwire_server.engine.model.comparison import largest_difference
 from gradwire_server.engine.model.layers.cpu_kernels import CpuKernels, cpu_kernels
-from gradwire_server.engine.model.layers.exact_products import exact_kernels, exact_product
 from gradwire_server.engine.threads import products
 
 MOST_ROWS = 256
@@ -30,11 +29,7 @@ _packed: ContextVar[Mapping[int, Packed]] = ContextVar("packed", default=Mapping
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x W^T + bias``, within :meth:`PackedWeights.in_use` with the copy of the weight; without a gradient where
-    products are exact."""
-    exact = exact_kernels()
-    if exact is not None:
-        return exact_product(x, weight, bias, exact)
+    """``x W^T + bias``, within :meth:`PackedWeights.in_use` with the copy of the weight."""
     found = product_with_copy(x, weight, bias)
     if found is not None:
         return found

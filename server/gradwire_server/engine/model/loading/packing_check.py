@@ -92,9 +92,7 @@ def check_exact(split_model: SplitModel) -> None:
     reason = "it takes padded sequences"
     if split_model.packing is not Packing.PADDED:
         arranged = arrange(split_model.packing, torch.cat(rows), torch.tensor(lengths), groups)
-        with packed.observing() as seen:
-            together = split_model.states(arranged)[arranged.places]
-        reason = "its layers attend within a window" if seen.attention_windows != {None} else ""
+        together, reason = split_model.states(arranged)[arranged.places], ""
         for row, mine in zip(rows, together.split(lengths), strict=True):
             alone = split_model.states(arrange(split_model.packing, row, torch.tensor([len(row)]), groups[1:2]))
             if not (reason or torch.equal(mine, alone)):
@@ -102,9 +100,9 @@ def check_exact(split_model: SplitModel) -> None:
     if reason:
         raise OperationError(
             training_pb2.ERROR_CODE_UNSUPPORTED,
-            f"model {facts.name!r} ({facts.architecture}) cannot be computed with --deterministic: {reason}; leave it"
-            " out, and log-probabilities are equal to rounding",
-            field="base_model",
+            f"model {facts.name!r} ({facts.architecture}) cannot be computed as a deterministic run: {reason}; leave"
+            " that out, and log-probabilities are equal to rounding",
+            field="deterministic",
         )
 
 

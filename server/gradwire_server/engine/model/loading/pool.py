@@ -23,7 +23,7 @@ from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.machine import machine_memory
 from gradwire_server.engine.model.attention.blocks import has_right_kernel
 from gradwire_server.engine.model.attention.packed import HALVES, rows_in_order
-from gradwire_server.engine.model.layers.exact_products import compute_exactly, use_exact_products
+from gradwire_server.engine.model.layers.exact_products import compute_exactly, panel_bytes
 from gradwire_server.engine.model.layers.packed_linear import has_right_products
 from gradwire_server.engine.model.loading import quantization
 from gradwire_server.engine.model.loading.compilation import compile_layers
@@ -64,7 +64,8 @@ class ModelPool:
         quantize: How shared copies hold their linear layers; None in ``dtype``.
         fused: Whether :mod:`.fused_kernels` are used, where there are any, graphs of kernels on a GPU, and a sampler's
             copies of weights on a CPU.
-        exact: Whether the bits of a row's scores and samples depend on nothing beside it; needs ``fused`` on a CPU.
+        exact: Whether the bits of a row's scores and samples depend on nothing beside it, where nobody says otherwise;
+            needs ``fused`` on a CPU.
 
     Attributes:
         kernels: The fused kernels that are used; None for none.
@@ -83,7 +84,6 @@ class ModelPool:
     ) -> None:
         choose_functions()
         self.quantize, self.compiled, self.exact = quantize, compiled, exact
-        use_exact_products(exact)
         self.placement = placement if isinstance(placement, Placement) else Placement(placement)
         self._mixed = dtype == "mixed"
         on_device = torch.bfloat16 if self.device.type == "cuda" else torch.float32
@@ -91,7 +91,7 @@ class ModelPool:
         torch.backends.cuda.enable_cudnn_sdp(fused)
         fused = fused and not compiled
         self._orders = fused
-        whole = fused and type(self.placement) is Placement and not self._mixed and not exact
+        whole = fused and type(self.placement) is Placement and not self._mixed
         fits = fused and (self.device.type == "cuda" or not self._mixed)
         self.kernels = kernels_for(self.device, self.dtype) if fits else None
         on_cpu = self.device.type == "cpu" and self.kernels is not None
@@ -99,7 +99,7 @@ class ModelPool:
         self._replays = whole and (on_cpu or self.device.type == "cuda")
         self._paths = dict(models)
         transformers_logging.disable_progress_bar()
-        self._loaded: dict[str, SplitModel] = {}
+        self._loaded: dict[tuple[str, bool], SplitModel] = {}
         self._facts: dict[str, ModelFacts] = {}
         self._checked = set[str]()
 
@@ -137,17 +137,24 @@ class ModelPool:
                 check_weights(facts.path)
             self._checked.add(name)
 
-    def get(self, name: str) -> SplitModel:
-        """The shared, frozen copy of a model.
+    def get(self, name: str, *, exact: bool | None = None) -> SplitModel:
+        """The shared, frozen copy of a model. An exact one has the weights of another that is there, not a copy.
+
+        Args:
+            exact: As for :meth:`load`.
 
         Raises:
             OperationError: UNKNOWN_MODEL, or UNSUPPORTED if it cannot be loaded.
         """
-        if name not in self._loaded:
-            split_model = self.load(name, quantize=self.quantize)
+        exact = self.exact if exact is None else exact
+        if (name, exact) not in self._loaded:
+            split_model = self.load(name, quantize=self.quantize, exact=exact)
             split_model.model.requires_grad_(False)
-            self._loaded[name] = split_model
-        return self._loaded[name]
+            other = self._loaded.get((name, not exact))
+            if other is not None:
+                _share_weights(split_model.model, other.model)
+            self._loaded[name, exact] = split_model
+        return self._loaded[name, exact]
 
     def meta_model(self, name: str) -> PreTrainedModel:
         """A model without weights, to compute with shapes.
@@ -164,16 +171,19 @@ class ModelPool:
     @property
     def held_bytes(self) -> int:
         """Bytes of the shared copies, without adapters."""
-        return sum(split_model.weight_bytes for split_model in list(self._loaded.values()))
+        loaded = dict(self._loaded)
+        whole = {name: split_model.weight_bytes for (name, _), split_model in loaded.items()}
+        return sum(whole.values()) + sum(panel_bytes(each.model) for each in loaded.values() if each.exact)
 
-    def is_loaded(self, name: str) -> bool:
+    def is_loaded(self, name: str, *, exact: bool | None = None) -> bool:
         """Whether the shared copy of a model is in memory."""
-        return name in self._loaded
+        return (name, self.exact if exact is None else exact) in self._loaded
 
-    def release(self, name: str) -> None:
+    def release(self, name: str, *, exact: bool | None = None) -> None:
         """Drop the shared copy of a model, unless it has adapters."""
-        if name in self._loaded and self._loaded[name].adapters is None:
-            del self._loaded[name]
+        key = name, self.exact if exact is None else exact
+        if key in self._loaded and self._loaded[key].adapters is None:
+            del self._loaded[key]
 
     def load(
         self,
@@ -183,6 +193,7 @@ class ModelPool:
         *,
         offload: bool = False,
         placement: Placement | None = None,
+        exact: bool | None = None,
     ) -> SplitModel:
         """Load a copy of a model from disk for one owner.
 
@@ -191,6 +202,7 @@ class ModelPool:
             quantize: Holds the linear layers in few bits, which cannot be trained.
             offload: Keeps the layers in host memory, which cannot be trained either.
             placement: Where its tensors live, instead of the pool's placement.
+            exact: Whether the bits of a row's scores and samples depend on nothing beside it; None: as the pool's.
 
         Raises:
             OperationError: UNKNOWN_MODEL, or UNSUPPORTED if it cannot be loaded.
@@ -205,13 +217,13 @@ class ModelPool:
                 field="reference_model",
             )
         # What is quantised or offloaded is a reference, whose log-probabilities need no other's bits.
-        exact = self.exact and quantize is None and not offload
+        exact = (self.exact if exact is None else exact) and quantize is None and not offload
         if exact and placement.parts > 1:
             raise OperationError(
                 training_pb2.ERROR_CODE_UNSUPPORTED,
-                f"models are divided among {placement.parts} ranks here, which --deterministic does not know: start the"
-                " server without it, or with --shard off",
-                field="base_model",
+                f"models are divided among {placement.parts} ranks here, which a deterministic run does not know: leave"
+                " that out, or start the server with --shard off",
+                field="deterministic",
             )
         self.check(name)
         logger.info("loading %s from %s as %s on %s", name, facts.path, quantize or dtype or facts.dtype, self.device)
@@ -255,9 +267,9 @@ class ModelPool:
                 check_rows(split_model)
             if exact:
                 check_exact(split_model)
-        split_model.replays = self._replays and not offload and quantize is None
+        split_model.replays = self._replays and not offload and quantize is None and not exact
         small = split_model.weight_bytes <= machine_memory() // PACKED_SHARE
-        whole = self._packs and not offload and quantize is None
+        whole = self._packs and not offload and quantize is None and not exact
         split_model.packs = whole and small and split_model.weight_dtype in (torch.float32, *HALVES)
         if self.compiled and not offload:
             compile_layers(split_model.trunk)
@@ -314,6 +326,15 @@ def check_quantization(facts: ModelFacts, quantize: Quantization | None) -> None
             " out",
             field="quantize",
         )
+
+
+def _share_weights(model: PreTrainedModel, other: PreTrainedModel) -> None:
+    """Let a model compute with the weights of another copy of it, in their place in memory."""
+    theirs = {
+        name.replace(".base_layer.", "."): weight for name, weight in other.named_parameters()
+    }  # of peft's layers
+    for name, weight in model.named_parameters():
+        weight.data = theirs[name].data
 
 
 @contextmanager

@@ -126,9 +126,9 @@ class LocalSampler:
         if split_model.exact and not self._fits_pages(policy):
             raise OperationError(
                 training_pb2.ERROR_CODE_UNSUPPORTED,
-                f"model {policy.facts.name!r} has a cache of its own when it samples, which --deterministic does not"
-                " know; leave that out",
-                field="base_model",
+                f"model {policy.facts.name!r} has a cache of its own when it samples, which a deterministic run does"
+                " not know; leave that out",
+                field="deterministic",
             )
         has_images = any(isinstance(prompt, ImagePrompt) for prompt in prompts)
         if has_images and not self._fits_pages(policy) and not self._keeps_cache(policy):

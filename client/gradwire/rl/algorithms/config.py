@@ -16,7 +16,7 @@ class AlgorithmConfig:
     """Settings of every algorithm.
 
     Recommended where episodes take unequally long, or the sampler has an engine of its own: ``partial_tokens=512`` and
-    ``train(mode="async", max_staleness=2)``. Otherwise the defaults.
+    ``train(mode="async", max_staleness=2)``, or 1 where samples cost more than time. Otherwise the defaults.
 
     Attributes:
         batch_size: Tasks per iteration.

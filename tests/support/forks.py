@@ -2,7 +2,7 @@
 
 A process of pytest starts such a *stem* (:mod:`support.stem`) with its first server, and asks it for each. A fork is a
 child of the process that asks; it has the command line, environment, folder and descriptors that it would have, and
-runs its module as ``python -m`` does. So do a server's engines, which a stem of its own forks.
+runs its module as ``python -m`` does. So do a server's children and an engine's, which a stem of its own forks.
 
 A server starts for real with ``GRADWIRE_TEST_REAL_START=1``, as in the slow lanes, where its test says so, and where
 its environment differs from the stem's in more than :data:`FREE`: libraries read theirs when they are loaded.
@@ -26,6 +26,7 @@ FREE = ("GRADWIRE_", "PYTEST_", "GRPC_", "TORCHINDUCTOR_CACHE_DIR", "PYGAME_", "
 """How variables begin that no server reads as it is imported, gRPC for example with the first channel. What tests and
 libraries set for the rest of the suite belongs here, or every later server starts for real."""
 MACHINES = ("x86_64", "aarch64")
+FORKED = ("gradwire_server.cli", "gradwire_server.engine.process")
 READ_AT_IMPORT = ("GRADWIRE_CRASH_FILE",)
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 """Of stems, whatever a test sets meanwhile."""
@@ -91,12 +92,12 @@ class ForkedProcess(subprocess.Popen[str]):
 
     def _execute_child(
         self, args: list[str], executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Sequence[int], cwd: Any,
-        env: Mapping[str, str], *more: Any,
+        env: Mapping[str, str] | None, *more: Any,
     ) -> None:  # fmt: skip
         pipes = more[3:9]  # the child's end and ours for stdin, ours and the child's for stdout and for stderr; or -1
         fds = {fd: fd if end == -1 else end for fd, end in enumerate((pipes[0], pipes[3], pipes[5]))}
         fds |= {fd: fd for fd in pass_fds}
-        self.pid = stem().fork(args[2:], env, fds, session=more[14])
+        self.pid = stem().fork(args[2:], os.environ if env is None else env, fds, session=more[14])
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
@@ -109,6 +110,6 @@ def changed(env: Mapping[str, str]) -> set[str]:
 
 def kind(command: Sequence[str], env: Mapping[str, str]) -> type[subprocess.Popen[str]]:
     """What starts a command: a fork, if it does the same as a process of its own."""
-    a_server = [*command[:3]] == [sys.executable, "-m", "gradwire_server.cli"]
+    ours = [*command[:2]] == [sys.executable, "-m"] and command[2] in FORKED
     forks = platform.machine() in MACHINES and not os.environ.get("GRADWIRE_TEST_REAL_START")
-    return ForkedProcess if forks and a_server and not changed(env) else subprocess.Popen
+    return ForkedProcess if forks and ours and not changed(env) else subprocess.Popen

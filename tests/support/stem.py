@@ -22,6 +22,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from support import forks
@@ -99,11 +100,11 @@ def _run(told: Mapping[str, Any], fds: Sequence[int]) -> None:
     sys.path[0] = told["cwd"]
     module, *sys.argv[1:] = told["words"]
     _show([sys.executable, "-m", *told["words"]])
-    if told["words"][:2] == [FRONT, "serve"]:
+    if told["words"][:2] == [FRONT, "serve"] or (module == ENGINE and '"ranks":1,' not in " ".join(sys.argv)):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if not os.fork():
             ours.close()
-            return _be_the_fronts(theirs)
+            return _be_a_childs_stem(theirs)
         theirs.close()
         _fork_children(forks.Stem(ours))
     _run_and_end(module)
@@ -134,9 +135,11 @@ def _show(words: Sequence[str]) -> None:
     ctypes.memmove(start, line, len(line))
 
 
-def _be_the_fronts(link: socket.socket) -> None:
-    """Fork engines for a front, and do not hold its pipes open."""
+def _be_a_childs_stem(link: socket.socket) -> None:
+    """Fork children for a front or an engine, and do not hold its pipes and sockets open."""
     _show(["stem"])
+    os.closerange(3, link.fileno())
+    os.closerange(link.fileno() + 1, max(map(int, os.listdir("/proc/self/fd"))) + 1)
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)
@@ -145,14 +148,16 @@ def _be_the_fronts(link: socket.socket) -> None:
 
 
 def _fork_children(stem: forks.Stem) -> None:
-    """Have its processes of bounded memory forked, and an engine that would have all of this one's GPUs."""
+    """Have this process's children forked: of an engine its ranks, of a front engines that would have all GPUs, too."""
     from gradwire_http import child_processes
+    from gradwire_server.engine.process import ranks
     from gradwire_server.engine_client.launcher import environment
 
     def start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         module = command[2] if command[1] == "-m" else ""
-        forked = module in BOUNDED or (module == ENGINE and options["env"] == environment())
+        forked = module in (*BOUNDED, f"{ENGINE}.follower") or (module == ENGINE and options["env"] == environment())
         return (forks.ForkedProcess if forked else subprocess.Popen)(command, **options)
 
     forks._stem = stem
     child_processes.Popen = start  # type: ignore[assignment,misc]
+    ranks.subprocess = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]

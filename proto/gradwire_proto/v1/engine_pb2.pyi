@@ -681,12 +681,15 @@ class EngineRunCreated(_message.Message):
     HEAD_FIELD_NUMBER: _builtins.int
     NUM_LABELS_FIELD_NUMBER: _builtins.int
     COMPUTED_WITH_FIELD_NUMBER: _builtins.int
+    PART_BYTES_FIELD_NUMBER: _builtins.int
     num_trainable_parameters: _builtins.int
     step: _builtins.int
     seq: _builtins.int
     head: _builtins.str
     """as in RunConfig"""
     num_labels: _builtins.int
+    part_bytes: _builtins.int
+    """parts of a batch that wait for their last one"""
     @_builtins.property
     def computed_with(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """what its results depend on besides its operations: name -> value"""
@@ -700,10 +703,11 @@ class EngineRunCreated(_message.Message):
         head: _builtins.str = ...,
         num_labels: _builtins.int = ...,
         computed_with: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        part_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_with", b"computed_with", "head", b"head", "num_labels", b"num_labels", "num_trainable_parameters", b"num_trainable_parameters", "seq", b"seq", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_with", b"computed_with", "head", b"head", "num_labels", b"num_labels", "num_trainable_parameters", b"num_trainable_parameters", "part_bytes", b"part_bytes", "seq", b"seq", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.quotas import Usage, tokens_of
 from gradwire_server.errors import ServiceError
+from gradwire_server.journal.rows import JournalEntry
 from gradwire_server.limits import Limits
 from gradwire_server.operation_kinds import ends_parts, is_part
 from gradwire_server.scheduling.operation import QueuedOperation
@@ -33,8 +34,7 @@ class HeldOperations:
         """Count an operation without a result."""
         self._count(1, operation.header.payload_bytes)
         if is_part(operation.header.operation):
-            self._parts[operation.seq] = operation.header.payload_bytes
-            self._usage.part_bytes += operation.header.payload_bytes
+            self._hold(operation.seq, operation.header.payload_bytes)
 
     def remove(self, operation: QueuedOperation, status: pb.Status.ValueType = pb.STATUS_UNSPECIFIED) -> None:
         """Stop counting an operation that has a result with this status, or is dropped.
@@ -47,6 +47,25 @@ class HeldOperations:
             self._usage.part_bytes -= self._parts.pop(operation.seq, 0)
         if status and ends_parts(ended, status):
             self.drop_parts(operation.seq)
+
+    def restored(self, part_bytes: int, entries: Sequence[JournalEntry]) -> None:
+        """Count the parts that an engine holds of a run that was brought back to it.
+
+        Args:
+            part_bytes: Bytes of those in the checkpoint from which it started.
+            entries: The operations after it that have a result.
+        """
+        self._hold(0, part_bytes)
+        for entry in entries:
+            operation, status = entry.header.operation, entry.status
+            if is_part(operation) and status == pb.STATUS_SUCCEEDED:
+                self._hold(entry.header.seq, entry.header.payload_bytes)
+            elif status and ends_parts(operation, status):
+                self.drop_parts(entry.header.seq)
+
+    def _hold(self, seq: int, size: int) -> None:
+        self._usage.part_bytes += size - self._parts.get(seq, 0)
+        self._parts[seq] = size
 
     def drop_parts(self, before: int) -> None:
         """Stop counting the parts of a batch with numbers below this one."""

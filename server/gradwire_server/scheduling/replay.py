@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,10 +61,12 @@ class Restored:
     Attributes:
         entries: The journal entries with a result, and damaged ones, after the checkpoint from which it started.
         loading_s: Seconds until the engine held the state of that checkpoint.
+        part_bytes: Bytes of parts of a batch in it.
     """
 
     entries: list[JournalEntry]
     loading_s: float
+    part_bytes: int
 
 
 class Restorer:
@@ -119,7 +121,7 @@ class Restorer:
             if not holder.alive:
                 raise EngineDied(suspect=False) from error  # it died between two requests; its successor lacks the run
             raise
-        queue.restored(holder, done.entries)
+        queue.restored(holder, done.part_bytes, done.entries)
         queue.recovery_cost.loading_s = done.loading_s
         count = sum(is_replayed_with(entry.header.operation, entry.status) for entry in done.entries)
         self._metrics.restored(count, time.monotonic() - began)
@@ -176,7 +178,8 @@ async def _restore(
     engine: EngineClient, journal: Journal, record: RunRecord, fence: int, passed: list[ServiceError]
 ) -> Restored:
     began = time.monotonic()
-    base, facts = await _begin(engine, record, fence, passed)
+    base, created = await _begin(engine, record, fence, passed)
+    facts = created.computed_with
     loading_s = time.monotonic() - began
     change = None
     if facts:
@@ -203,7 +206,7 @@ async def _restore(
         record.changes.append(await journal.facts.note(record.run_id, base, facts, note))
     journal.facts.restored(record.run_id)
     log.info("run %s is restored from operation %d by repeating %d", record.run_id, base, count)
-    return Restored(entries, loading_s)
+    return Restored(entries, loading_s, created.part_bytes)
 
 
 async def behind(journal: Journal, record: RunRecord, base: int) -> list[JournalEntry]:
@@ -231,14 +234,14 @@ async def behind(journal: Journal, record: RunRecord, base: int) -> list[Journal
 
 async def _begin(
     engine: EngineClient, record: RunRecord, fence: int, passed: list[ServiceError]
-) -> tuple[int, Mapping[str, str]]:
+) -> tuple[int, engine_pb2.EngineRunCreated]:
     """Create the run in the engine from its newest readable checkpoint, or else from its origin.
 
     Args:
         passed: Takes the errors of the checkpoints that cannot be read.
 
     Returns:
-        The number of the last operation that the state contains, 0 for the origin; what the run is computed with.
+        The number of the last operation that the state contains, 0 for the origin; the run.
     """
     for checkpoint in sorted(record.complete_checkpoints, key=lambda saved: saved.seq, reverse=True):
         create = engine_pb2.EngineCreateRun(
@@ -253,11 +256,11 @@ async def _begin(
             passed.append(error)
         else:
             # Trust the number in the folder: a save that overwrote it may have crashed before its row was written.
-            return reply.run_created.seq, reply.run_created.computed_with
+            return reply.run_created.seq, reply.run_created
     request = engine_pb2.EngineRequest(create_run=record.origin)
     request.create_run.fence = fence
     reply, _ = await engine.request(request)
-    return 0, reply.run_created.computed_with
+    return 0, reply.run_created
 
 
 async def _repeat(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -417,14 +417,20 @@ class RunQueue(Fencing):
         """Record that this process of an engine holds the run, which was just created."""
         self.holder = holder
 
-    def restored(self, holder: Holder, entries: Iterable[JournalEntry]) -> None:
-        """Record that this process of an engine holds the run, restored in front of these entries with a result."""
+    def restored(self, holder: Holder, part_bytes: int, entries: Sequence[JournalEntry]) -> None:
+        """Record that this process of an engine holds the run, restored in front of these entries with a result.
+
+        Args:
+            part_bytes: As of :meth:`.HeldOperations.restored`.
+        """
         self.holder = holder
         self.log.recoveries += 1
         self.recovery_cost.replay_deaths.clear()
         self.checkpointed()
         for entry in entries:
             self.recovery_cost.count(entry.header, entry.status, entry.replay_s)
+        self.held.drop_parts(next(iter(self.pending), self.next_seq))
+        self.held.restored(part_bytes, entries)
 
     def died(self, operation: QueuedOperation, suspect: bool) -> None:
         """Record that the engine died before it answered an operation, perhaps because of it if ``suspect``."""

@@ -121,6 +121,33 @@ def test_parts_are_the_whole_and_calls_are_where_the_loss_says_so(
         assert loss.whole_batch in said[0] and loss.whole_batch
 
 
+def test_parts_leave_the_memory_with_their_run_and_come_back(model_path: Path, tmp_path: Path, batches: Any) -> None:
+    loss = get_loss("bco")
+    columns = batches.columns(loss, rows=9, shortest=2, longest=9)
+    engine = LocalEngine({"tiny": model_path}, tmp_path, run_memory=0, run_host_memory=0)
+    held, residency = engine.context.runs, engine.context.residency
+    for run in ("run-whole", "run-parts"):
+        engine.create(run, lora=4, seed=3)
+    engine.do("run-whole", columns, forward_backward=loss_call(loss))
+    for first, last in ((0, 2), (2, 5)):
+        part = rows_of(columns, first, last)
+        before = sum(each.nbytes for each in residency.held().values())
+        engine.do("run-parts", part, forward_backward=loss_call(loss, accumulate=True))
+        residency._mover.submit(lambda: None).result(60)
+        size = sum(each.nbytes for column in part.values() for each in (column.values, *column.levels))
+        assert residency.place("run-parts") == "disk" and not held["run-parts"].accumulator.parts._parts
+        assert sum(each.nbytes for each in residency.held().values()) >= before + size
+    lengths = held["run-parts"].accumulator.parts.row_lengths("input_ids")  # read before the run comes back
+    assert np.concatenate(lengths).tolist() == columns["input_ids"].levels[-1][:5].tolist()
+    engine.do("run-parts", rows_of(columns, 5, 9), forward_backward=loss_call(loss))
+    weights = []
+    for run in ("run-whole", "run-parts"):
+        engine.do(run, optim_step=STEP)
+        residency.use(held[run])
+        weights.append({name: each.detach().clone() for name, each in held[run].policy.masters().items()})
+    assert weights[0] and all(torch.equal(weights[1][name], value) for name, value in weights[0].items())
+
+
 def test_parts_survive_a_checkpoint_and_end_with_their_accumulation(engine: LocalEngine, batches: Any) -> None:
     loss = get_loss("bco")
     columns = batches.columns(loss, rows=9, shortest=2, longest=9)

@@ -245,6 +245,32 @@ async def test_the_parts_of_batches_are_bounded_until_their_last_ones_come(start
             assert not (await other.submit(1, bytes(600), **part)).HasField("error")
 
 
+@pytest.mark.parametrize("limit", ["max_part_bytes", "key_part_bytes"])
+async def test_the_parts_of_batches_are_counted_again_after_a_restart(start: Start, limit: str) -> None:
+    part = {"forward_backward": pb.LossCall(loss_fn="a", accumulate=True)}
+    async with start(limits={limit: 1000}) as door:
+        client = await (await door.client()).begin()
+        for seq in (1, 2):
+            await client.submit(seq, bytes(400), **part)
+        await client.results(2)
+    async with start(limits={limit: 1000}) as door:
+        again = await door.client()
+        again.run_id, again.epoch = client.run_id, client.epoch
+        await again.submit(3, forward=pb.LossCall(loss_fn="a"))  # brings the run back
+        await again.results(3)
+        refused = (await again.submit(4, bytes(400), **part)).error
+        assert refused.code == pb.ERROR_CODE_LIMIT_EXCEEDED and refused.rule == f"{limit} = 1000"
+        await again.submit(4, zero_grad=pb.ZeroGrad())
+        await again.results(4)
+        door.engine.die()  # and once, not twice, after the end of an engine
+        await again.submit(5, bytes(600), **part)
+        await again.results(5)
+        door.engine.die()
+        await again.submit(6, forward=pb.LossCall(loss_fn="a"))
+        await again.results(6)
+        assert not (await again.submit(7, bytes(400), **part)).HasField("error")
+
+
 async def test_the_bytes_that_wait_for_a_number_are_bounded(start: Start) -> None:
     async with start(limits={"max_window_bytes": 1000}) as door:
         client = await (await door.client()).begin()

@@ -264,6 +264,7 @@ class Engine:
                         create.config.base_model, deterministic=run.policy.split_model.exact
                     )
                 ),
+                part_bytes=run.accumulator.parts.nbytes if run.accumulator.parts else 0,
             )
         )
 

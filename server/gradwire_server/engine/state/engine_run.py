@@ -164,12 +164,15 @@ class EngineRun:
                 del self.kept[forward_seq]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The run's tensors themselves: weights, moments, accumulated gradient, moving average.
+        """The run's tensors themselves: weights, moments, accumulated gradient, moving average; parts of a batch.
 
         They may be released and put back only while no graph and no sample uses them.
         """
+        return self._tensors(self.accumulator.tensors())
+
+    def _tensors(self, accumulated: Mapping[str, Tensor]) -> dict[str, Tensor]:
         parts = {"weights": self.policy.state_tensors(), "moments": self.optimizer.state_tensors()}
-        parts["gradient"] = self.accumulator.sums()
+        parts["gradient"] = dict(accumulated)
         if self.ema is not None:
             parts["ema"] = self.ema.state_tensors()
         return {f"{part}:{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
@@ -179,8 +182,9 @@ class EngineRun:
         """Bytes of :meth:`tensors`; only while the run has them."""
         shape = (self.optimizer.num_updated, self.accumulator.num_sums, self.ema is not None, self.config.head)
         if shape not in self._nbytes:
-            self._nbytes[shape] = sum(tensor.nbytes for tensor in self.tensors().values())
-        return self._nbytes[shape]
+            self._nbytes[shape] = sum(each.nbytes for each in self._tensors(self.accumulator.sums()).values())
+        parts = self.accumulator.parts
+        return self._nbytes[shape] + (parts.nbytes if parts else 0)
 
     def release_tensors(self) -> None:
         """Give up the tensors of :meth:`tensors`, which somebody else keeps until :meth:`put_tensors`."""

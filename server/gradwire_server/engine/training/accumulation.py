@@ -253,13 +253,23 @@ class GradientAccumulator:
         """``"loss|unit|parameter"`` -> the sum itself, not a copy."""
         return {"|".join((*key, name)): value for key, sums in self._sums.items() for name, value in sums.items()}
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of :meth:`sums`, and the parts of a batch, which are copied."""
+        return self.sums() | (self.parts.state_tensors() if self.parts else {})
+
     def release_tensors(self) -> None:
-        """Give up the tensors of :meth:`sums`, which somebody else keeps until :meth:`put_tensors`."""
+        """Give up the tensors of :meth:`tensors`, which somebody else keeps until :meth:`put_tensors`."""
         self._sums.clear()
+        if self.parts:
+            self.parts.release()
 
     def put_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take tensors, as of :meth:`sums`, as this accumulation's own, without a copy."""
+        """Take tensors, as of :meth:`tensors`, as this accumulation's own, without a copy of the sums."""
+        if self.parts:
+            self.parts.put(tensors)
         for path, tensor in tensors.items():
+            if is_part(path):
+                continue
             loss, unit, name = path.rsplit("|", 2)
             self._sums.setdefault((loss, unit), {})[name] = tensor
 
@@ -270,10 +280,9 @@ class GradientAccumulator:
         number of operations. Empty if nothing is accumulated. Parts of a batch are as of
         :meth:`.columns.BatchParts.state_tensors`.
         """
-        parts = {} if self.parts is None else self.parts.state_tensors()
+        state = self.tensors()
         if self.empty:
-            return parts
-        state = self.sums() | parts
+            return state
         state |= {"|".join((*key, "")): torch.tensor(n, dtype=torch.float64) for key, n in self._counts.items()}
         return state | {"||": torch.tensor(self.num_operations, dtype=torch.float64)}
 

@@ -118,14 +118,20 @@ def refuse_part(call: training_pb2.LossCall) -> None:
 
 
 class BatchParts:
-    """The parts received so far, in order; false while there are none."""
+    """The parts received so far, in order; false while there are none.
+
+    Attributes:
+        nbytes: Bytes of their columns.
+    """
 
     def __init__(self) -> None:
         self._call = training_pb2.LossCall()
         self._parts: list[Columns] = []
+        self._lengths: list[dict[str, NDArray[np.uint32]]] = []  # also while others keep the parts
+        self.nbytes = 0
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._lengths)
 
     @property
     def loss_fn(self) -> str:
@@ -177,10 +183,20 @@ class BatchParts:
         """Hold a checked part; the front bounds the bytes of all of them."""
         self._call.CopyFrom(call)
         self._parts.append(columns)
+        self._lengths.append({name: each.levels[-1].copy() for name, each in columns.items() if each.levels})
+        self.nbytes += sum(each.nbytes for column in columns.values() for each in (column.values, *column.levels))
 
     def row_lengths(self, name: str) -> Sequence[NDArray[np.uint32]]:
-        """The innermost lengths of a column, for each part."""
-        return [part[name].levels[-1] for part in self._parts if name in part and part[name].levels]
+        """The innermost lengths of a column, for each part; also while others keep the parts."""
+        return [lengths[name] for lengths in self._lengths if name in lengths]
+
+    def release(self) -> None:
+        """Give up the columns of :meth:`state_tensors`, which somebody else keeps until :meth:`put`."""
+        self._parts.clear()
+
+    def put(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back the columns."""
+        self._parts = self.of_state_tensors(tensors)._parts
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The parts as uint8 tensors: each part's call and columns as on the wire, and their payload."""

@@ -307,6 +307,10 @@ def _announce(server: Server, ready_file: Path | None) -> None:
             say(f"{count} of these runs wait for {absent}: --model {name}=PATH")
     if server.core.keys.required and not config.loopback and config.tls_cert is None:
         console.print("API keys travel in the clear: give --tls-cert and --tls-key, or put a proxy with TLS before it")
+    if not config.loopback:
+        console.print(
+            "where strangers reach it, put deploy/nginx.conf before it: it ends floods of HTTP/2 (SECURITY.md)"
+        )
     if not server.core.keys.required:
         console.print("no API keys: " + ("loopback only" if config.loopback else "anyone who reaches it may use it"))
     if server.metrics_address:

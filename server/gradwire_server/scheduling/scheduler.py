@@ -36,7 +36,7 @@ from gradwire_server.scheduling.operation import Load, PayloadMemory, retrieved
 from gradwire_server.scheduling.replay import Restorer
 from gradwire_server.scheduling.results import Results, RunFeed
 from gradwire_server.scheduling.run_queue import RunQueue
-from gradwire_server.scheduling.who_is_next import SHARED_TOKENS, EngineQueue, Placement, Visit
+from gradwire_server.scheduling.who_is_next import SHARED_TOKENS, UNKNOWN, EngineQueue, Placement, Visit
 from gradwire_server.stores.store import Place
 
 log = logging.getLogger(__name__)
@@ -309,7 +309,8 @@ class Scheduler:
             if origin is not None:
                 await self._runs.insert(record)
                 await self._checkpoints.adopt(record, origin)
-            async with self._turn(Visit(record.owner, run=queue)) as there:
+            load = Load(SHARED_TOKENS) if origin is None and record.config.HasField("lora") else UNKNOWN
+            async with self._turn(Visit(record.owner, load, run=queue)) as there:
                 share = quota.memory_percent or self._limits.key_memory_percent
                 created = await self._executor.create(queue, share, self._runs.held_bytes(record.owner, there.sizes))
             # A fork has the head of its checkpoint, which need not be the one that the source has now.

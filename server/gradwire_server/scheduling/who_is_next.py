@@ -133,7 +133,8 @@ class FairQueue(Generic[T]):
                 return total < MOST_SAMPLES
             return total < SAMPLES_AHEAD and not (shared and own >= KEY_SAMPLES_AHEAD)
         there, own = self._count_there, self._tokens[owner]
-        small = shared and load.tokens <= SHARED_TOKENS  # goes between the micro-batches of those that are there
+        # One that goes between the micro-batches of those that are there; of a key alone one at a time.
+        small = load.tokens <= SHARED_TOKENS and (shared or there <= AHEAD)
         if there >= SMALL_AHEAD or (there >= AHEAD and self._tokens_there >= PIPE_TOKENS and not small):
             return False
         return not (shared and own and own + max(load.tokens, LEAST_TOKENS) > SHARED_TOKENS)

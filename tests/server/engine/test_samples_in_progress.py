@@ -54,6 +54,14 @@ class Looped(LocalEngine):
         self._given.put(Request(message, columns or {}, None))
         return number
 
+    def give_create(self, run_id: str, **config: Any) -> int:
+        """Queues the making of a run; its id."""
+        settings = pb.RunConfig(base_model="tiny", **config)
+        create = engine_pb2.EngineCreateRun(run_id=run_id, config=settings)
+        message = engine_pb2.EngineRequest(id=next(self._numbers), create_run=create)
+        self._given.put(Request(message, {}, None))
+        return message.id
+
     def work(self) -> dict[int, Answer]:
         """Answers by id, in the order in which they came; beside them the ids of ``started``."""
         self._given.put(Request(engine_pb2.EngineRequest(id=1, shutdown={}), {}, None))
@@ -170,6 +178,24 @@ def test_small_operations_go_between_the_micro_batches_of_a_large_one(
         figures: list[Any] = [(result.status, result.loss, result.optim_step) for result in results]
         figures.append(engine.do(names[0], optim_step=STEP).proto.optim_step)
         told_of.append([*figures, *(engine.logprobs(name, ROWS).tolist() for name in names)])
+    assert told_of[0] == told_of[1]
+
+
+def test_a_run_is_made_between_the_micro_batches_of_a_large_operation(tiny_model_path: Path, tmp_path: Path) -> None:
+    engine = Looped({"tiny": tiny_model_path}, tmp_path, microbatch_tokens=8)
+    rows, asked_loss = rows_of("causal_lm")
+    told_of = []
+    for together in (True, False):
+        first, made = f"first-{together}", f"made-{together}"
+        engine.create(first, seed=1, lora={"rank": 4, "dropout": 0.2})
+        large = engine.give(first, rows, forward_backward=asked_loss)
+        answers = {} if together else engine.work()
+        create = engine.give_create(made, seed=5, lora=pb.LoraSettings(rank=3))
+        answers |= engine.work()
+        assert (list(answers).index(create) < list(answers).index(large)) == together
+        engine.seqs[made] = 0
+        steps = [engine.train(made, ROWS), engine.do(first, optim_step=STEP).proto.optim_step.grad_norm]
+        told_of.append([answers[large].reply.result.loss, *steps, engine.logprobs(made, ROWS).tolist()])
     assert told_of[0] == told_of[1]
 
 

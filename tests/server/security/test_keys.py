@@ -312,6 +312,18 @@ def test_a_small_request_does_not_wait_for_large_ones_of_other_keys() -> None:
     assert sent == ["a1", "b1", "c1", "c2"]
 
 
+def test_one_small_request_goes_beside_the_large_ones_of_its_own_key() -> None:
+    sizes = {"l": PIPE_TOKENS, "s": SHARED_TOKENS}
+    fair_queue = FairQueue[str](lambda item: Load(sizes[item[0]]))
+    for item in ("l1", "l2", "s1", "s2"):
+        fair_queue.put("a", item)
+    sent = []
+    while (item := fair_queue.pop()) is not None:
+        fair_queue.enter("a", Load(sizes[item[0]]))
+        sent.append(item)
+    assert sent == ["l1", "l2", "s1"]
+
+
 def test_samples_run_beside_each_other_and_leave_room_for_newcomers() -> None:
     samples = Load(1000, samples=True)
     fair_queue = queue_of((f"a{number}" for number in range(300)), samples)

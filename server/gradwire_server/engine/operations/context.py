@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from gradwire_server.engine.state.checkpoints import CheckpointStore
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.references import References
 from gradwire_server.engine.state.residency import Residency
+from gradwire_server.engine.state.run_memory import is_light
 from gradwire_server.observability.tracing import Tracing
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,9 @@ class EngineContext:
     budget: Budget = field(init=False)
 
     def __post_init__(self) -> None:
-        self.decisions = Decisions(self.memory, self.runs, self.agreement, self.sampler.make_room)
+        self.decisions = Decisions(
+            self.memory, self.runs, self.agreement, self.sampler.make_room, partial(is_light, self.pool)
+        )
         self.budget = self.memory.most
 
     def held(self, run_id: str) -> EngineRun:

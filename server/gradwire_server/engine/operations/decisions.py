@@ -79,6 +79,7 @@ class Decisions:
     Args:
         agreement: Marks the requests that begin.
         make_room: Frees memory of the device for a batch; returns whether any was freed.
+        is_light: Whether making a run takes little time and memory.
 
     Attributes:
         group_tokens: Maximum tokens of operations of several runs in one forward; 0 executes each alone.
@@ -90,8 +91,10 @@ class Decisions:
         runs: Mapping[str, EngineRun],
         agreement: Agreement,
         make_room: Callable[[], bool] = bool,
+        is_light: Callable[[engine_pb2.EngineCreateRun], bool] = bool,
     ) -> None:
         self._memory, self._runs, self._agreement, self._make_room = memory, runs, agreement, make_room
+        self._is_light = is_light
         self._free_bytes, self._free_until = 0, 0.0
         self.group_tokens = 0
 
@@ -124,7 +127,9 @@ class Decisions:
         )
 
     def is_small(self, request: Request) -> bool:
-        """Whether an operation may go between two micro-batches of another run's: it takes no longer than some."""
+        """Whether a request may go between two micro-batches of another run's: it takes no longer than some."""
+        if request.message.HasField("create_run"):
+            return self._is_light(request.message.create_run)
         operation = request.message.operation
         kind, run = kind_of(operation.operation), self._runs.get(operation.run_id)
         computes = (kind.divisible or kind.ends_accumulation) and run is not None and not run.accumulator.parts

@@ -5,7 +5,7 @@ progress as soon as no earlier request of its run waits, and the run's other req
 
 While samples and others both want the time, each gets half of it: samples advance, a token a step, not only between two
 operations but also between two micro-batches of one. What either does not want is not saved up for it. Small operations
-of other runs go between the micro-batches of a large one, too, and share that half.
+of other runs, and the making of new ones, go between the micro-batches of a large one, too, and share that half.
 """
 
 from __future__ import annotations

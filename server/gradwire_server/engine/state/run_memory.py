@@ -18,7 +18,7 @@ from gradwire_server.config import TRAINED_BYTES
 from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.generators import preserved_rng
-from gradwire_server.engine.machine import total_memory
+from gradwire_server.engine.machine import free_memory, total_memory
 from gradwire_server.engine.model.adapters.lora_settings import lora_config, only_the_head_of_tied
 from gradwire_server.engine.model.layers.exact_products import panel_bytes
 from gradwire_server.engine.model.loading.pool import ModelPool
@@ -31,6 +31,8 @@ SCORED_TOKENS = 2048
 """Tokens of a micro-batch, for each of which a head has its outputs."""
 FLOOR_BYTES = 64 << 20
 """Memory that an adapter or a head may take whatever the model's size."""
+LIGHT_BYTES = 1 << 30
+"""What an adapter takes at most that is made between two micro-batches of a batch."""
 
 
 def check_memory(pool: ModelPool, create: engine_pb2.EngineCreateRun, agreement: Agreement) -> None:
@@ -86,6 +88,19 @@ def check_memory(pool: ModelPool, create: engine_pb2.EngineCreateRun, agreement:
             " fits",
             field=fields.partition(",")[0],
         )
+
+
+def is_light(pool: ModelPool, create: engine_pb2.EngineCreateRun) -> bool:
+    """Whether making a run takes little time and memory: an adapter on a model that is there, from no checkpoint.
+
+    The memory of a batch that is computed meanwhile is taken, and must be no reason to refuse the run.
+    """
+    config = create.config
+    labels = config.head == "classification"
+    if create.checkpoint or labels or not config.HasField("lora") or not pool.is_loaded(config.base_model):
+        return False
+    needed = trained_bytes(pool.dtype) * config.lora.rank * _parameters_of_rank(pool, config)
+    return needed <= LIGHT_BYTES and needed <= free_memory(pool.device) // 8
 
 
 def check_models(pool: ModelPool, names: Sequence[str]) -> None:

@@ -137,6 +137,7 @@ class CustomCall:
             num_sequences=forward.num_sequences,
             num_tokens=forward.num_tokens,
             num_loss_tokens=forward.num_loss_tokens,
+            num_computed_tokens=forward.num_computed_tokens,
             timings=Timings(
                 forward.timings.queue_s + backward.timings.queue_s, forward.timings.engine_s + backward.timings.engine_s
             ),

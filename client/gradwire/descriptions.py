@@ -78,7 +78,7 @@ class RunInfo:
         num_labels: Number of classes of a classification head; 0 for any other head.
         dropout: Dropout rate of the model during training.
         kind: ``"rl"`` or ``""``; selects the default learning rate.
-        num_tokens: Tokens that went through the model, also of samples from its checkpoints.
+        num_tokens: Tokens computed and sampled, also of samples from its checkpoints, as :class:`Usage` counts them.
         parked: Why the run cannot go on for now; empty if it can. Its accepted operations wait. After a start of the
             server a run without waiting operations is restored with its next one, and this is empty until then.
         recovery_s: Seconds that bringing the run back after a crash of the engine or the server would take now:
@@ -283,8 +283,9 @@ class Usage:
         run_id: The run; empty for what was sampled from base models.
         label: The run's name.
         base_model: The model.
-        training_tokens: Tokens that went through the model for training and scoring.
-        prompt_tokens, sampled_tokens: Tokens of prompts that were sampled from, and of their samples.
+        training_tokens: Tokens computed for training and scoring; one that several rows share counts once.
+        prompt_tokens: Tokens computed of prompts that were sampled from: all but cached ones.
+        sampled_tokens: Tokens of their samples.
         engine_s: Seconds that an engine computed. Of what is computed together, each has its share.
         operations: Number of operations and of requests that sampled.
         checkpoints: Number of checkpoints and exports that were written.

@@ -42,13 +42,15 @@ class LossResult:
         outputs: The requested ``outputs``: per sequence a float32 array over its scored tokens; for
             ``"rewards"`` one array ``[sequences]``.
         num_sequences: Sequences that went through the model.
-        num_tokens: Tokens that went through the model.
+        num_tokens: Tokens of the sequences.
         num_loss_tokens: Scored tokens.
         timings: Seconds in the queue and in the engine.
         num_microbatches: Number of micro-batches that the engine computed.
         recomputed: Whether the batch exceeded the activation budget, so that its forward was computed twice.
         warnings: Warnings for people, one sentence each.
         grouped_runs: Number of runs, this one included, that shared one pass through the base model; 0: not grouped.
+        num_computed_tokens: Tokens that the model computed, as usage counts them: what sequences of a micro-batch have
+            in common at their beginning counts once.
         activations: Number of micro-batches by what became of their activations: ``"keep"``, ``"recompute"``,
             ``"offload"`` (to host memory), ``"recompute+offload"``; with ``"+chunk"`` feed-forward layers computed
             their tokens in chunks. Empty without a backward pass.
@@ -66,6 +68,7 @@ class LossResult:
     warnings: tuple[str, ...] = ()
     grouped_runs: int = 0
     activations: Mapping[str, int] = field(default_factory=dict)
+    num_computed_tokens: int = 0
 
     def __getitem__(self, metric: str) -> float:
         if metric not in self.metrics:
@@ -176,6 +179,7 @@ def _loss_fields(body: pb.LossResult, timings: pb.Timings, columns: Columns) -> 
         "warnings": tuple(body.warnings),
         "grouped_runs": body.grouped_runs,
         "activations": dict(body.activations),
+        "num_computed_tokens": body.num_computed_tokens,
     }
 
 

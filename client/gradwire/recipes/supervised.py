@@ -253,7 +253,7 @@ async def estimate(
             result = await loss(batch)
             whole, _ = await in_order(result, training.run.optim_step(training.peak, optimizer=settings.optimizer))
             measured = time.monotonic() - began
-            tokens += share * whole.num_tokens / len(both)
+            tokens += share * whole.num_computed_tokens / len(both)
         seconds += share * measured
     steps = _steps(settings, batches)
     count = round(steps * batches.per_epoch / batches.count(1, settings.accumulation))

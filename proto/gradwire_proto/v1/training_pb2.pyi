@@ -1580,7 +1580,7 @@ class Run(_message.Message):
     forked_from: _builtins.str
     """path of the checkpoint it started from"""
     num_tokens: _builtins.int
-    """tokens that went through the model"""
+    """tokens computed and sampled, as UsageEntry counts them"""
     owner: _builtins.str
     """name of the key that created it; empty on a server without keys"""
     recovery_s: _builtins.float
@@ -2838,7 +2838,9 @@ class UsageEntry(_message.Message):
     """the run's name"""
     base_model: _builtins.str
     training_tokens: _builtins.int
+    """computed: one that rows share counts once, a repeated forward not"""
     prompt_tokens: _builtins.int
+    """computed: without those whose keys and values an earlier request had left"""
     sampled_tokens: _builtins.int
     engine_s: _builtins.float
     """seconds of an engine"""
@@ -4098,6 +4100,7 @@ class LossResult(_message.Message):
     NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_LOSS_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
     NUM_MICROBATCHES_FIELD_NUMBER: _builtins.int
     RECOMPUTED_FIELD_NUMBER: _builtins.int
@@ -4108,9 +4111,11 @@ class LossResult(_message.Message):
     loss: _builtins.float
     num_sequences: _builtins.int
     num_tokens: _builtins.int
-    """tokens that went through the model"""
+    """tokens of the rows"""
     num_loss_tokens: _builtins.int
     """tokens that were scored"""
+    num_computed_tokens: _builtins.int
+    """tokens computed: one for all rows of a micro-batch that begin alike up to it"""
     num_microbatches: _builtins.int
     recomputed: _builtins.bool
     """the activation budget was exceeded, so the forward was computed twice"""
@@ -4142,6 +4147,7 @@ class LossResult(_message.Message):
         num_sequences: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         num_loss_tokens: _builtins.int = ...,
+        num_computed_tokens: _builtins.int = ...,
         warnings: _abc.Iterable[_builtins.str] | None = ...,
         num_microbatches: _builtins.int = ...,
         recomputed: _builtins.bool = ...,
@@ -4152,7 +4158,7 @@ class LossResult(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "added_head", b"added_head", "limits", b"limits", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "activations", b"activations", "added_head", b"added_head", "grouped_runs", b"grouped_runs", "limits", b"limits", "loss", b"loss", "metrics", b"metrics", "num_loss_tokens", b"num_loss_tokens", "num_microbatches", b"num_microbatches", "num_sequences", b"num_sequences", "num_tokens", b"num_tokens", "recomputed", b"recomputed", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "activations", b"activations", "added_head", b"added_head", "grouped_runs", b"grouped_runs", "limits", b"limits", "loss", b"loss", "metrics", b"metrics", "num_computed_tokens", b"num_computed_tokens", "num_loss_tokens", b"num_loss_tokens", "num_microbatches", b"num_microbatches", "num_sequences", b"num_sequences", "num_tokens", b"num_tokens", "recomputed", b"recomputed", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015

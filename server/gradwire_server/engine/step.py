@@ -498,7 +498,7 @@ def _summed_up(
             "are; nothing was accumulated. A lower learning rate, or float32 weights, may help",
         )
     activations = Counter(micro.activations.label for micro in step.micros)
-    report = reported(step.batch, outputs, len(step.micros), sums, recomputed=recomputed, activations=activations)
+    report = reported(step.batch, outputs, step.micros, sums, recomputed=recomputed, activations=activations)
     return Passed(report, collector.by_key, sums.counts, norm)
 
 
@@ -543,7 +543,7 @@ def commit_nothing(run: EngineRun, step: Step, error: OperationError) -> LossEva
     """Leave out a batch with non-finite results: it counts 0, and an optimizer step may still follow."""
     run.accumulator.parts = None
     run.accumulator.merge({}, {(step.loss.name, "skipped"): 0.0})
-    report = reported(step.batch, {}, 0, None)
+    report = reported(step.batch, {}, [], None)
     left_out = f"left out (on_nonfinite='skip'): {error.message}"
     return replace(report, loss=math.nan, metrics={"loss": math.nan}, warnings=[left_out])
 

@@ -43,7 +43,7 @@ class RunRecord:
         rewound_to_seq: Last number that the newest rewind kept.
         rewound_epoch: Epoch before the newest rewind.
         num_trainable_parameters: Number of parameters that its optimizer updates.
-        num_tokens: Tokens that went through the model; :mod:`.usage` stores them.
+        num_tokens: Tokens computed and sampled; :mod:`.usage` stores them.
         engine_s: Seconds of the engine; :mod:`.usage` stores them.
         checkpoints: Its checkpoints by name.
         read_back: Those that were read back since the server began, by name.

@@ -1,5 +1,8 @@
 """Usage by keys: tokens, seconds of the engines and checkpoints, by hour, run, model and rollout session.
 
+Tokens are those that the model computed: one that several rows share counts once, and one of a prompt whose keys and
+values an earlier request had left does not count.
+
 An operation counts when its result is known, for the owner of its run; sampling outside a run's queue for the key that
 asked, also what was computed before its caller left. What a recovery repeats does not count again. The counts of the
 last seconds are in memory only, so a kill loses them; they are in a backup, and not in what ``gradwire repair`` builds
@@ -93,7 +96,8 @@ class Usage:
             session_id: The rollout session that asked, if one did.
         """
         run_id, sampled, timings = "", result.sample, result.timings
-        tokens = loss_result(result).num_tokens, sampled.num_prompt_tokens, sampled.num_sampled_tokens
+        computed = sampled.num_prompt_tokens - sampled.num_cached_tokens
+        tokens = loss_result(result).num_computed_tokens, computed, sampled.num_sampled_tokens
         engine_s = timings.used_s if timings.HasField("used_s") else timings.engine_s
         if run is not None:
             run_id, label, base_model = run.run_id, label or run.config.name, run.config.base_model

@@ -46,9 +46,9 @@ CATALOGUE = (
     Spec("gradwire_operation_engine_seconds", "histogram", ("kind",),
          "Computing; of optim_step, the time of a step.", _SECONDS),
     Spec("gradwire_tokens_total", "counter", ("use",),
-         "Tokens: trained or scored (through the model), loss (of those, scored ones), prompt, cached (of those, with "
-         "keys and values of earlier requests), sampled; drafted before they were drawn, and accepted, those of them "
-         "that were."),
+         "Tokens: of rows that were trained or scored, loss (of those, scored ones), computed (for all those rows, one "
+         "for what they begin with alike), prompt, cached (of those, with keys and values of earlier requests), "
+         "sampled; drafted before they were drawn, and accepted, those of them that were."),
     Spec("gradwire_grouped_operations_total", "counter", (),
          "forward_backward that went through the base model at once with those of other runs (--group-runs)."),
     Spec("gradwire_optimizer_steps_total", "counter", ("outcome",),
@@ -242,6 +242,7 @@ class Metrics:
     def _evaluated(self, run_id: str, trained: bool, loss: str, result: pb.LossResult) -> None:
         self._tokens("trained" if trained else "scored").inc(result.num_tokens)
         self._tokens("loss").inc(result.num_loss_tokens)
+        self._tokens("computed").inc(result.num_computed_tokens)
         if result.grouped_runs > 1:
             self._grouped.inc()
         if not loss:

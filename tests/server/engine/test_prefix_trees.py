@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -53,10 +54,15 @@ def forest(lengths: list[int], seed: int) -> list[list[int]]:
     return rows
 
 
-def in_trees(batch: Batch, seed: int) -> Batch:
+def in_trees(batch: Batch, loss: LossSpec, seed: int) -> Batch:
     """The batch with other tokens, in trees."""
     while True:
         rows = forest(batch.lengths.tolist(), seed)
+        if any(field.name == "teacher_input_ids" for field in loss.fields):  # of a student's row the last tokens
+            scored = batch.scored.split(batch.lengths.tolist())
+            for number in range(0, len(rows), 2):
+                first = int(scored[number].nonzero()[0])
+                rows[number + 1] = rows[number + 1][:first] + rows[number][first:]
         ids = torch.tensor([token for row in rows for token in row])
         if distinct_tokens(ids, batch.lengths, range(len(rows))) < 0.8 * len(ids):
             return dataclasses.replace(batch, input_ids=ids)
@@ -89,8 +95,7 @@ def trained(
 
 
 CORE = ("causal_lm", "dpo", "grpo", "ppo", "reward_modeling")
-TWICE = {"sdft", "sdpo"}  # whose rows have each response a second time
-NAMES = [loss.name for loss in all_losses() if loss.name not in TWICE]
+NAMES = [loss.name for loss in all_losses()]
 CASES = [
     pytest.param(name, lora, marks=() if name in CORE else pytest.mark.slow)  # the others take a minute together
     for name in NAMES
@@ -110,7 +115,7 @@ def test_a_forest_has_the_loss_metrics_and_gradient_of_flat_rows(
         for master in run.policy.masters().values():
             master.add_(torch.randn_like(master), alpha=0.02)
         run.policy.sync()
-    batch = in_trees(batches.batch(loss, rows=6, shortest=12, longest=31), seed)
+    batch = in_trees(batches.batch(loss, rows=6, shortest=12, longest=31), loss, seed)
     split_model = run.policy.split_model
     assert split_model.packing is Packing.SHARED
     split_model.packing = Packing.PACKED
@@ -126,6 +131,8 @@ def test_a_forest_has_the_loss_metrics_and_gradient_of_flat_rows(
     for variant, budget in cases if name in CORE else cases[1:2]:
         report, found = trained(run, batch, variant, budget)
         assert (report.num_microbatches > 1) == (budget is not WHOLE)
+        assert report.num_computed_tokens <= flat.num_computed_tokens == flat.num_tokens == report.num_tokens
+        assert budget is not WHOLE or report.num_computed_tokens < 0.8 * flat.num_tokens
         tolerance = exact if budget is WHOLE else 1e-6 if name in CORE else 1e-5
         assert report.metrics == pytest.approx(flat.metrics, rel=1e-5, abs=1e-6, nan_ok=True)
         assert report.loss == pytest.approx(flat.loss, rel=tolerance, abs=tolerance)
@@ -200,7 +207,7 @@ def test_every_kernel_attends_from_a_node_to_its_ancestors(seed: int) -> None:
     for places in layout.places.split(lengths.tolist()):
         for number, place in enumerate(places):
             pairs[place, places[: number + 1]] = 1
-    planned, called, listed = (torch.zeros_like(pairs) for _ in range(3))
+    planned, called, listed, copied = (torch.zeros_like(pairs) for _ in range(4))
     plan = layout.query_blocks
     for _, _, first, last in plan.blocks.tolist():
         for start, stop, key, end in plan.parts[first:last].tolist():
@@ -212,7 +219,12 @@ def test_every_kernel_attends_from_a_node_to_its_ancestors(seed: int) -> None:
         for number in range(segment.length):
             called[segment.start + number, segment.start : segment.start + number + 1] += 1
             listed[segment.start + number, keys[: len(keys) - segment.length + number + 1]] += 1
-    for found in (planned, called, listed):
+    queries, offsets, places = layout.on(torch.device("cpu"))  # as kernels of a GPU take them, with copied keys
+    assert places is not None
+    for (start, stop), (key, end) in zip(pairwise(queries.tolist()), pairwise(offsets.tolist()), strict=True):
+        for query in range(start, stop):
+            copied[query, places[key : end - stop + query + 1]] += 1
+    for found in (planned, called, listed, copied):
         assert torch.equal(found, pairs)
 
 

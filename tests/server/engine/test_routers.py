@@ -56,6 +56,8 @@ OTHERS: dict[str, PreTrainedConfig] = {
     "DeepSeek-V3": DeepseekV3Config(**SHAPE, **LATENT),
 }
 ROWS = [[1, 5, 9, 3, 22, 40, 7], [2, 2, 8], [33, 4, 17, 60, 5], [9, 10, 11, 12, 13, 14, 15, 16, 17]]
+HEAD, NODE = list(range(1, 33)), [*range(1, 33), *range(50, 20, -1)]
+FOREST = [[*NODE, 3, 4], [*HEAD, 60, 61, 2], NODE, [7, 8, 9], [*NODE, 5], [*HEAD, *HEAD], [*HEAD, *HEAD, 44]]
 WHOLE = Budget()
 SPLIT = Budget(microbatch_tokens=10)
 RECOMPUTED = Budget(microbatch_tokens=10, activation_bytes=0)
@@ -241,6 +243,27 @@ def test_a_shared_token_counts_in_each_of_its_sequences_and_padding_in_none(tmp_
         assert torch.equal(alone["router_loads"], shared["router_loads"])
         for name in ("router_probabilities", "router_entropy"):
             assert torch.allclose(alone[name], shared[name], rtol=1e-10)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
+@pytest.mark.parametrize("rank", [0, 4], ids=["full", "lora"])
+def test_a_forest_is_balanced_as_its_flat_rows(rank: int, checkpointing: bool, tmp_path: Path) -> None:
+    policy = policy_on(
+        saved(tmp_path, "Qwen3-MoE"), rank=rank, dtype=torch.float64, router_aux_loss_coef=COEFFICIENT,
+        gradient_checkpointing=checkpointing,
+    )  # fmt: skip
+    policy.split_model.packing = Packing.PACKED
+    expected, flat = trained(policy, WHOLE, FOREST)
+    policy.split_model.packing = Packing.SHARED
+    parts = {"microbatch_tokens": 80, "kept_tokens": 90}
+    for budget in (WHOLE, Budget(**parts), Budget(**parts, activation_bytes=0)):
+        gradient, found = trained(policy, budget, FOREST)
+        assert (found.num_microbatches > 1) == (budget is not WHOLE)
+        assert found.num_computed_tokens < 0.7 * flat.num_computed_tokens == 0.7 * sum(map(len, FOREST))
+        assert found.loss == pytest.approx(flat.loss, rel=1e-6)
+        assert found.metrics == pytest.approx(flat.metrics, rel=1e-6)
+        for name, value in expected.items():  # the routers' probabilities are summed in float32
+            assert torch.allclose(gradient[name], value, atol=1e-6, rtol=1e-6), name
 
 
 def test_a_loss_of_the_client_is_balanced_too(tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ def loss_outcome(evaluation: LossEvaluation) -> Outcome:
         metrics=evaluation.metrics,
         num_sequences=evaluation.num_sequences,
         num_tokens=evaluation.num_tokens,
+        num_computed_tokens=evaluation.num_computed_tokens,
         num_loss_tokens=evaluation.num_loss_tokens,
         warnings=evaluation.warnings,
         num_microbatches=evaluation.num_microbatches,
@@ -150,8 +151,8 @@ def evaluate(
         if output.advantages is not None:
             scores[ADVANTAGES] = output.advantages
     copies = sums.settle(outputs={name: scores[name] for name in outputs if name in scores})
-    num_microbatches = len(split_for_scores(scoring.policy, scoring.batch, scoring.budget))
-    return reported(scoring.batch, copies, num_microbatches, sums if step is not None else None)
+    micros = split_for_scores(scoring.policy, scoring.batch, scoring.budget)
+    return reported(scoring.batch, copies, micros, sums if step is not None else None)
 
 
 def keep_scores(
@@ -173,7 +174,7 @@ def keep_scores(
     kept = DifferentiableScores([scoring], [micros], dropout_seed=dropout_seed, executor=executor)
     (scores,) = kept.by_name
     copies = host.fetched([scores[name] for name in names])
-    evaluation = reported(batch, dict(zip(names, copies, strict=True)), kept.num_microbatches, None)
+    evaluation = reported(batch, dict(zip(names, copies, strict=True)), micros, None)
     return kept, replace(evaluation, recomputed=kept.recomputed, activations=kept.activations)
 
 

@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
 
 import torch
 from gradwire_losses.batch import Batch, segment_ids, segment_sum
@@ -82,7 +83,8 @@ class MicroBatch:
         examples: ``[b]`` their rows in the whole batch.
         sequences: ``[s]`` their sequences in the whole batch.
         tokens: ``[t]`` their scored tokens in the whole batch.
-        computed_tokens: Number of tokens that go through the trunk, and what its images count as.
+        computed_tokens: Number of tokens that go through the trunk, with padding, and what its images count as.
+        distinct_tokens: Of these the rows' own: one for all rows that share it.
         activations: How its activations are handled until its backward.
     """
 
@@ -91,6 +93,7 @@ class MicroBatch:
     sequences: Tensor
     tokens: Tensor
     computed_tokens: int
+    distinct_tokens: int
     activations: Activations = Activations.KEEP
 
 
@@ -115,13 +118,20 @@ def split(
     flat += images.cost(images.all)
     examples = _Examples(batch, packing, images)
     if lanes == 1 and flat <= microbatch_tokens:
-        return [_whole(batch, examples.computed(range(batch.num_examples)))]
+        return [_whole(batch, examples.size(range(batch.num_examples)))]
     plans = examples.plans(microbatch_tokens, max(microbatch_tokens, tree_tokens), lanes)
-    computed = list(map(examples.computed, plans))
+    sizes = list(map(examples.size, plans))
     if len(plans) == 1:
-        return [_whole(batch, computed[0])]
-    numbers = _in_lanes(computed, lanes) if lanes > 1 else range(len(plans))
-    return [_microbatch(batch, torch.tensor(plans[number]), computed[number]) for number in numbers]
+        return [_whole(batch, sizes[0])]
+    numbers = _in_lanes([each.computed for each in sizes], lanes) if lanes > 1 else range(len(plans))
+    return [_microbatch(batch, torch.tensor(plans[number]), sizes[number]) for number in numbers]
+
+
+class _Tokens(NamedTuple):
+    """``computed_tokens`` and ``distinct_tokens`` of a :class:`MicroBatch`."""
+
+    computed: int
+    distinct: int
 
 
 class _Examples:
@@ -139,20 +149,25 @@ class _Examples:
         self._keys = batch.input_ids if batch.images is None else batch.images.keys(batch.input_ids)
         groups = segment_ids(batch.group_sizes)
         longest = torch.zeros(batch.num_examples, dtype=torch.int64).scatter_reduce_(0, groups, batch.lengths, "amax")
-        sizes = batch.group_sizes if self._padded else segment_sum(batch.lengths, batch.group_sizes)
-        self.sizes: list[int] = sizes.tolist()
+        self._tokens: list[int] = segment_sum(batch.lengths, batch.group_sizes).tolist()
+        self.sizes: list[int] = batch.group_sizes.tolist() if self._padded else list(self._tokens)
         self.widths: list[int] = (longest if self._padded else torch.ones_like(longest)).tolist()
         self._longest_first: list[int] = torch.argsort(longest, descending=True, stable=True).tolist()
 
-    def computed(self, examples: Sequence[int]) -> int:
-        """Computed tokens of some in one micro-batch."""
+    def size(self, examples: Sequence[int]) -> _Tokens:
+        """Tokens of some in one micro-batch."""
         shown = frozenset[int]().union(*map(self._images.of_example, examples))
         if self._shares:
             rows = entries(self._batch.group_sizes, torch.tensor(examples)).tolist()
-            tokens = distinct_tokens(self._keys, self._batch.lengths, rows)
+            distinct = tokens = distinct_tokens(self._keys, self._batch.lengths, rows)
         else:
+            distinct = sum(self._tokens[example] for example in examples)
             tokens = sum(self.sizes[example] for example in examples) * max(self.widths[each] for each in examples)
-        return tokens + self._images.cost(shown)
+        return _Tokens(tokens + self._images.cost(shown), distinct)
+
+    def computed(self, examples: Sequence[int]) -> int:
+        """Computed tokens of some in one micro-batch."""
+        return self.size(examples).computed
 
     def plans(self, tokens: int, tree_tokens: int, lanes: int) -> list[list[int]]:
         """Divide all into micro-batches of at most ``tokens``, or ``tree_tokens`` where that does not cut a tree."""
@@ -324,16 +339,16 @@ class _Images:
         return math.ceil(self._cost * sum(self._counts[number] for number in numbers))
 
 
-def _whole(batch: Batch, computed_tokens: int) -> MicroBatch:
+def _whole(batch: Batch, size: _Tokens) -> MicroBatch:
     examples, sequences, tokens = map(torch.arange, (batch.num_examples, batch.num_sequences, batch.num_scored))
-    return MicroBatch(batch, examples, sequences, tokens, computed_tokens)
+    return MicroBatch(batch, examples, sequences, tokens, *size)
 
 
-def _microbatch(batch: Batch, examples: Tensor, computed_tokens: int) -> MicroBatch:
+def _microbatch(batch: Batch, examples: Tensor, size: _Tokens) -> MicroBatch:
     between_micro_batches()  # cutting a large batch takes seconds too
     sequences = entries(batch.group_sizes, examples)
     tokens = entries(batch.row_lengths, sequences)
-    return MicroBatch(batch.select(examples), examples, sequences, tokens, computed_tokens)
+    return MicroBatch(batch.select(examples), examples, sequences, tokens, *size)
 
 
 def entries(lengths: Tensor, segments: Tensor) -> Tensor:

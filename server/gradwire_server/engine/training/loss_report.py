@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from gradwire_losses.outputs import Figure, LossOutput, Metric, merge_metrics, s
 from torch import Tensor
 
 from gradwire_server.engine.lanes import Key
+from gradwire_server.engine.scoring.planner import MicroBatch
 
 NOTHING_SCORED = "no token of this batch was scored: its masks leave none, or its rows have one token each"
 
@@ -29,6 +30,7 @@ class LossEvaluation:
             CPU, in the batch's order.
         row_lengths: ``[S]`` scored tokens of each sequence.
         num_tokens: Number of tokens in the batch, without padding.
+        num_computed_tokens: Number of those computed: of a micro-batch's rows that begin alike, one for all of them.
         num_loss_tokens: Number of scored tokens.
         num_microbatches: Number of forwards of the trunk, without recomputed ones.
         recomputed: Whether the activation budget was exceeded, so that part was computed twice.
@@ -42,6 +44,7 @@ class LossEvaluation:
     row_lengths: Tensor
     num_sequences: int
     num_tokens: int
+    num_computed_tokens: int
     num_loss_tokens: int
     num_microbatches: int
     recomputed: bool = False
@@ -114,7 +117,7 @@ class LossSums:
 def reported(
     batch: Batch,
     outputs: Mapping[str, Tensor],
-    num_microbatches: int,
+    micros: Sequence[MicroBatch],
     sums: LossSums | None,
     *,
     recomputed: bool = False,
@@ -124,6 +127,7 @@ def reported(
 
     Args:
         outputs: Wanted scores of the whole batch, on the host.
+        micros: Its micro-batches; none if nothing was computed.
         sums: The settled loss; None without a loss.
         recomputed, activations: See :class:`LossEvaluation`.
     """
@@ -135,8 +139,9 @@ def reported(
         row_lengths=batch.row_lengths,
         num_sequences=batch.num_sequences,
         num_tokens=len(batch.input_ids),
+        num_computed_tokens=sum(micro.distinct_tokens for micro in micros),
         num_loss_tokens=batch.num_scored,
-        num_microbatches=num_microbatches,
+        num_microbatches=len(micros),
         recomputed=recomputed,
         activations=activations or {},
         warnings=[

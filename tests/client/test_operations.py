@@ -384,6 +384,7 @@ async def test_wrong_arguments_name_themselves() -> None:
 async def test_a_result_says_what_it_cost_and_with_whom() -> None:
     def answer(received: Received) -> Any:
         loss = pb.LossResult(loss=1.5, num_tokens=7, num_loss_tokens=5, num_microbatches=2, grouped_runs=3)
+        loss.num_computed_tokens = 6
         loss.metrics["perplexity"] = 4.5
         return pb.OperationResult(loss=loss, timings=pb.Timings(queue_s=0.25, engine_s=0.5)), {}
 
@@ -391,4 +392,5 @@ async def test_a_result_says_what_it_cost_and_with_whom() -> None:
         result = await run.forward_backward(BATCH, "row_loss")
     assert (result.loss, result["loss"], result["perplexity"]) == (1.5, 1.5, 4.5)
     assert (result.num_tokens, result.num_loss_tokens, result.num_microbatches, result.grouped_runs) == (7, 5, 2, 3)
+    assert result.num_computed_tokens == 6
     assert (result.timings.queue_s, result.timings.engine_s) == (0.25, 0.5)

@@ -59,3 +59,16 @@ async def test_a_key_has_few_rows_and_its_sums_stay(tmp_path: Path, monkeypatch:
     assert all(count <= months * models * runs for count in rows.values()), rows
     assert (await usage.of_runs())[there][0] == of_there
     await journal.close()
+
+
+async def test_tokens_count_that_were_computed(tmp_path: Path) -> None:
+    """Not those that rows share with others, and no known ones of prompts."""
+    journal = await Journal.open(tmp_path / "state")
+    usage, run = Usage(journal.store), run_of("run-a", "a")
+    usage.count("ann", run, pb.OperationResult(loss=pb.LossResult(num_tokens=100, num_computed_tokens=60)))
+    sampled = pb.SampleResult(num_prompt_tokens=50, num_cached_tokens=32, num_sampled_tokens=7)
+    usage.count("ann", run, pb.OperationResult(sample=sampled))
+    [entry] = await usage.between(0, time.time() + 1)
+    assert (entry.training_tokens, entry.prompt_tokens, entry.sampled_tokens) == (60, 18, 7)
+    assert run.num_tokens == 60 + 18 + 7
+    await journal.close()

@@ -28,7 +28,9 @@ BEFORE = pb.Operation(forward_backward=pb.LossCall(loss_fn="ppo"))
 
 def evaluated(**metrics: float) -> pb.OperationResult:
     result = pb.OperationResult(seq=1, status=pb.STATUS_SUCCEEDED, timings=pb.Timings(queue_s=0.5, engine_s=2.0))
-    result.loss.MergeFrom(pb.LossResult(loss=0.25, metrics=metrics, num_tokens=100, num_loss_tokens=60))
+    result.loss.MergeFrom(
+        pb.LossResult(loss=0.25, metrics=metrics, num_tokens=100, num_loss_tokens=60, num_computed_tokens=80)
+    )
     return result
 
 
@@ -55,6 +57,7 @@ def test_a_result_moves_counters_times_tokens_and_the_gauges_of_its_loss() -> No
     assert value(metrics, "gradwire_operation_queue_seconds_bucket", kind="forward_backward", le="0.3") == 0
     assert value(metrics, "gradwire_tokens_total", use="trained") == 200
     assert value(metrics, "gradwire_tokens_total", use="loss") == 120
+    assert value(metrics, "gradwire_tokens_total", use="computed") == 160
     newest = {"approx_kl": 0.03, "clip_fraction": 0.1, "entropy": 1.5, "reward_mean": -2.0}
     for metric, expected in newest.items():
         assert value(metrics, "gradwire_loss_metric", loss="ppo", metric=metric, run="") == expected

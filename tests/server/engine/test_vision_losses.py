@@ -141,6 +141,7 @@ def test_a_forest_of_rows_with_images_has_the_gradient_of_flat_rows(engine: Loca
     split_model.packing = Packing.SHARED
     for case, budget in {"whole": WHOLE, **VARIANTS, "parts": Budget(120, activation_bytes=1 << 40)}.items():
         found = step(engine, run_id, columns, call, budget).proto.loss
+        assert budget is not WHOLE or found.num_computed_tokens < 0.7 * flat.num_computed_tokens
         assert found.loss == pytest.approx(flat.loss, rel=1e-5), case
         for key, each in gradient(engine, run_id).items():
             difference = float((each - expected[key]).abs().max())

@@ -77,3 +77,22 @@ async def test_a_text_that_was_said_twice_stands_for_what_it_answered(history: T
     assert max(other) < SAMPLED, "nothing says which of the two it is"
     again = (await history.prompt_ids([*talk[:2], asked("other?")])).tolist()
     assert [each // SAMPLED for each in again if each >= SAMPLED] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+async def test_reasoning_that_the_template_drops_is_kept_if_asked(history: TokenHistory, keeps: bool) -> None:
+    def dropping(messages: list[dict[str, str]], **settings: bool) -> str:
+        return written([{**each, "content": each["content"].rpartition("/")[2]} for each in messages], **settings)
+
+    history._codec.tokenizer.apply_chat_template = dropping  # type: ignore[attr-defined]
+    history.keeps = keeps
+    row: list[int] = []
+    talk = [asked("2+2")]
+    for number in range(3):
+        prompt = (await history.prompt_ids(talk)).tolist()
+        assert (prompt[: len(row)] == row) == (keeps or number == 0)
+        history.wrote(made := answer(f"think/four{number}", shift=SAMPLED))
+        row = [*prompt, *made.token_ids]
+        talk += [said(made.text), asked("sure?")]
+    prompt = (await history.prompt_ids(talk)).tolist()
+    assert "".join(chr(each % SAMPLED) for each in prompt).count("think/") == 3 * keeps

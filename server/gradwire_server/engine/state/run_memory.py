@@ -96,8 +96,9 @@ def is_light(pool: ModelPool, create: engine_pb2.EngineCreateRun) -> bool:
     The memory of a batch that is computed meanwhile is taken, and must be no reason to refuse the run.
     """
     config = create.config
-    labels = config.head == "classification"
-    if create.checkpoint or labels or not config.HasField("lora") or not pool.is_loaded(config.base_model):
+    if create.checkpoint or config.head == "classification" or not config.HasField("lora"):
+        return False
+    if not pool.is_loaded(config.base_model, exact=is_exact(pool, config)):
         return False
     needed = trained_bytes(pool.dtype) * config.lora.rank * _parameters_of_rank(pool, config)
     return needed <= LIGHT_BYTES and needed <= free_memory(pool.device) // 8

@@ -77,6 +77,31 @@ def test_ranks_give_the_bits_of_one_process(
     assert engines.weights("one", run_id) == engines.weights("group", run_id)
 
 
+@pytest.mark.parametrize("config", [{"lora": {"rank": 4}}, {}], ids=["lora", "full"])
+def test_ranks_give_the_bits_of_one_process_of_rows_in_trees(engines: Engines, config: dict[str, Any]) -> None:
+    """In one lane: several would cut these trees into micro-batches of one row."""
+    if "lora" not in config and "weights divided" in engines.group.hello.hello.device:
+        pytest.skip("to rounding only: test_divided_models")
+    run_id, head = f"run-forest-{len(config)}", [1, *range(3, 23)]
+    node = [*head, *range(40, 20, -1)]
+    forest = [[*node, 5, 6], [*head, 60, 61], node, [*node, 5, 7, 8], [1, 60], [*head, *head], [*head, *head, 9]]
+    figures = []
+    for engine in (engines.one, engines.group):
+        engine.create(run_id, seed=3, **config)
+        trained = engine.do(run_id, token_rows(forest), forward_backward=CAUSAL)
+        scored = engine.do(run_id, token_rows(forest), forward=CAUSAL)
+        done = engine.do(run_id, optim_step=STEP).proto.optim_step
+        engine.do(run_id, save_checkpoint=pb.SaveCheckpoint(name="now"))
+        figures.append([])
+        for each in (trained, scored):
+            loss = each.proto.loss
+            assert loss.num_computed_tokens < loss.num_tokens == sum(map(len, forest))
+            figures[-1] += [loss.loss, loss.num_computed_tokens, each.columns["logprobs"].values.tolist()]
+        figures[-1].append(done)
+    assert figures[0] == figures[1]
+    assert engines.weights("one", run_id) == engines.weights("group", run_id)
+
+
 def by_loss(engine: Driver, run_id: str, loss: LossSpec, columns: Any, **config: Any) -> list[object]:
     """What an engine says of two steps of a loss."""
     head = loss.head or ("value" if "values" in loss.optional_scores else "")

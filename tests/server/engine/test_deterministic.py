@@ -205,8 +205,11 @@ def test_layers_with_a_window(tmp_path: Path, dtype: str, lora: int | None) -> N
         num_key_value_heads=1, head_dim=48, sliding_window=12, max_position_embeddings=256, initializer_range=0.3,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"], eos_token_id=None, bos_token_id=None,
     )  # fmt: skip
-    torch.manual_seed(0)
-    Gemma3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        model = Gemma3ForCausalLM(config)
+        model.model.norm.weight.fill_(2.0 / model(torch.arange(20)[None]).logits.std() - 1)
+    model.save_pretrained(tmp_path / "model")
     engine = LocalEngine({"tiny": tmp_path / "model"}, tmp_path / "state", dtype=dtype, microbatch_tokens=90)
     engine.create("run-a", lora=lora, deterministic=True)
     engine.create("run-b", lora=lora)

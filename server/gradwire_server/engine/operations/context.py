@@ -24,7 +24,7 @@ from gradwire_server.engine.state.checkpoints import CheckpointStore
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.references import References
 from gradwire_server.engine.state.residency import Residency
-from gradwire_server.engine.state.run_memory import is_light
+from gradwire_server.engine.state.run_memory import light_bytes
 from gradwire_server.observability.tracing import Tracing
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class EngineContext:
 
     def __post_init__(self) -> None:
         self.decisions = Decisions(
-            self.memory, self.runs, self.agreement, self.sampler.make_room, partial(is_light, self.pool)
+            self.memory, self.runs, self.agreement, self.sampler.make_room, partial(light_bytes, self.pool)
         )
         self.budget = self.memory.most
 

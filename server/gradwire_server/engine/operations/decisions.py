@@ -79,7 +79,7 @@ class Decisions:
     Args:
         agreement: Marks the requests that begin.
         make_room: Frees memory of the device for a batch; returns whether any was freed.
-        is_light: Whether making a run takes little time and memory.
+        light_bytes: Bytes that a run takes which is made in no time, or 0.
 
     Attributes:
         group_tokens: Maximum tokens of operations of several runs in one forward; 0 executes each alone.
@@ -91,10 +91,10 @@ class Decisions:
         runs: Mapping[str, EngineRun],
         agreement: Agreement,
         make_room: Callable[[], bool] = bool,
-        is_light: Callable[[engine_pb2.EngineCreateRun], bool] = bool,
+        light_bytes: Callable[[engine_pb2.EngineCreateRun], int] = lambda create: 0,
     ) -> None:
         self._memory, self._runs, self._agreement, self._make_room = memory, runs, agreement, make_room
-        self._is_light = is_light
+        self._light_bytes = light_bytes
         self._free_bytes, self._free_until = 0, 0.0
         self.group_tokens = 0
 
@@ -134,6 +134,11 @@ class Decisions:
         kind, run = kind_of(operation.operation), self._runs.get(operation.run_id)
         computes = (kind.divisible or kind.ends_accumulation) and run is not None and not run.accumulator.parts
         return computes and request.tokens <= SMALL_TOKENS and IMAGE_BYTES not in request.columns
+
+    def _is_light(self, create: engine_pb2.EngineCreateRun) -> bool:
+        """Whether a run is made in no time, and what is computed meanwhile leaves enough memory for it."""
+        other, needed = next(iter(self._runs.values()), None), self._light_bytes(create)
+        return other is not None and 0 < needed <= free_memory(other.policy.device) // 8
 
     def after_out_of_memory(self, run: EngineRun, columns: Columns, budget: Budget) -> Budget | None:
         """Decide the limits within which to repeat an operation that ran out of memory: half as many tokens at a time.

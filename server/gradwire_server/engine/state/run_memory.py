@@ -18,7 +18,7 @@ from gradwire_server.config import TRAINED_BYTES
 from gradwire_server.engine.agreement import Agreement
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.generators import preserved_rng
-from gradwire_server.engine.machine import free_memory, total_memory
+from gradwire_server.engine.machine import total_memory
 from gradwire_server.engine.model.adapters.lora_settings import lora_config, only_the_head_of_tied
 from gradwire_server.engine.model.layers.exact_products import panel_bytes
 from gradwire_server.engine.model.loading.pool import ModelPool
@@ -90,18 +90,15 @@ def check_memory(pool: ModelPool, create: engine_pb2.EngineCreateRun, agreement:
         )
 
 
-def is_light(pool: ModelPool, create: engine_pb2.EngineCreateRun) -> bool:
-    """Whether making a run takes little time and memory: an adapter on a model that is there, from no checkpoint.
-
-    The memory of a batch that is computed meanwhile is taken, and must be no reason to refuse the run.
-    """
+def light_bytes(pool: ModelPool, create: engine_pb2.EngineCreateRun) -> int:
+    """Bytes of a run that is made in no time: of an adapter on a model that is there, from no checkpoint; else 0."""
     config = create.config
     if create.checkpoint or config.head == "classification" or not config.HasField("lora"):
-        return False
+        return 0
     if not pool.is_loaded(config.base_model, exact=is_exact(pool, config)):
-        return False
+        return 0
     needed = trained_bytes(pool.dtype) * config.lora.rank * _parameters_of_rank(pool, config)
-    return needed <= LIGHT_BYTES and needed <= free_memory(pool.device) // 8
+    return needed if needed <= LIGHT_BYTES else 0
 
 
 def check_models(pool: ModelPool, names: Sequence[str]) -> None:

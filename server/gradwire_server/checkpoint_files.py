@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what its folder holds, and the checks that it still does.
+"""A checkpoint's name, and its manifest: what its folder holds, and the checks that it still does.
 
 The manifest holds each file's size and BLAKE2b-256, the run's configuration, and its progress.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,13 @@ from typing import Any
 from google.protobuf import json_format
 from gradwire_proto.v1 import training_pb2
 
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+ORIGIN = "fork-origin"
+"""Folder name, among a fork's checkpoints, of its copy of the checkpoint from which it started."""
+AUTOMATIC = "auto-"
+"""Name prefix of automatic checkpoints."""
+SNAPSHOT = "snapshot."
+"""Name prefix of weights that a door keeps for a sampler and deletes itself; they are counted apart."""
 MANIFEST = "manifest.json"
 SUMS = ".checksums.json"
 """Size and checksum of each file of an export, beside them."""

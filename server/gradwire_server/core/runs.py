@@ -14,10 +14,10 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.calls import Calls
 from gradwire_server.access.keys import Caller, Keys
 from gradwire_server.access.model_names import ModelNames
+from gradwire_server.checkpoint_files import ORIGIN
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.uploads import Uploads
 from gradwire_server.errors import ServiceError, check_length, key_reused, limit_exceeded
-from gradwire_server.journal.checkpoint_records import ORIGIN
 from gradwire_server.journal.run_row import RunRecord, new_record
 from gradwire_server.journal.storage import Storage
 from gradwire_server.limits import Limits

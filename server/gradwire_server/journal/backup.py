@@ -22,9 +22,8 @@ from gradwire_proto.v1 import jobs_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.signing import SIGNING_KEY
-from gradwire_server.checkpoint_files import MANIFEST, DamagedCheckpoint, read_manifest, read_sealed, sealed
+from gradwire_server.checkpoint_files import MANIFEST, ORIGIN, DamagedCheckpoint, read_manifest, read_sealed, sealed
 from gradwire_server.durable_files import make_folder, sync, sync_tree
-from gradwire_server.journal.checkpoint_records import ORIGIN
 from gradwire_server.journal.commit_log import bring_up_to_date
 from gradwire_server.journal.run_files import RUN_FILE
 from gradwire_server.journal.schema import check_version, connect, version_of

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
-from gradwire_server.checkpoint_files import DamagedCheckpoint, check_files, write_sums
+from gradwire_server.checkpoint_files import NAME, ORIGIN, SNAPSHOT, DamagedCheckpoint, check_files, write_sums
 from gradwire_server.errors import ServiceError, unknown_checkpoint
 from gradwire_server.journal import history
 from gradwire_server.journal.database import Database
@@ -22,14 +21,6 @@ from gradwire_server.operation_kinds import kind_of, loss_call
 from gradwire_server.stores.store import CHECKPOINTS, Place, Store, StoreError, StoreFull, run_owner, saved_place
 
 log = logging.getLogger(__name__)
-
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-ORIGIN = "fork-origin"
-"""Folder name, among a fork's checkpoints, of its copy of the checkpoint from which it started."""
-AUTOMATIC = "auto-"
-"""Name prefix of automatic checkpoints."""
-SNAPSHOT = "snapshot."
-"""Name prefix of weights that a door keeps for a sampler and deletes itself; they are counted apart."""
 
 
 class CheckpointRecords:

@@ -22,6 +22,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.signing import BadSignature, sign, signer
 from gradwire_server.checkpoint_files import (
     MANIFEST,
+    NAME,
     DamagedCheckpoint,
     StoredFile,
     read_manifest,
@@ -30,7 +31,6 @@ from gradwire_server.checkpoint_files import (
 )
 from gradwire_server.durable_files import link_or_copy
 from gradwire_server.errors import ServiceError
-from gradwire_server.journal.checkpoint_records import NAME
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.rows import JournalEntry, parse_outcome, uses
 from gradwire_server.journal.run_row import RunRecord

@@ -24,10 +24,9 @@ from google.protobuf.message import DecodeError
 from gradwire_proto.v1 import engine_pb2, journal_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.checkpoint_files import MANIFEST, DamagedCheckpoint, Manifest, read_manifest
+from gradwire_server.checkpoint_files import MANIFEST, NAME, ORIGIN, DamagedCheckpoint, Manifest, read_manifest
 from gradwire_server.durable_files import sync
 from gradwire_server.journal import history
-from gradwire_server.journal.checkpoint_records import NAME, ORIGIN
 from gradwire_server.journal.commit_log import bring_up_to_date
 from gradwire_server.journal.history import parse_waiting
 from gradwire_server.journal.retention import delete_trimmed

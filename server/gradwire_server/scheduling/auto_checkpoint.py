@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
+from gradwire_server.checkpoint_files import AUTOMATIC
 from gradwire_server.crash_points import crash_point
 from gradwire_server.engine_client.client import EngineDied
 from gradwire_server.errors import ServiceError
-from gradwire_server.journal.checkpoint_records import AUTOMATIC, CheckpointRecords
+from gradwire_server.journal.checkpoint_records import CheckpointRecords
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.scheduling.finished_operations import RecoveryCost

@@ -15,8 +15,9 @@ from gradwire_proto import codec
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.quotas import IDS
+from gradwire_server.checkpoint_files import AUTOMATIC, NAME, ORIGIN, SNAPSHOT
 from gradwire_server.image_sizes import MAX_PIXELS, pixels
-from gradwire_server.journal.checkpoint_records import AUTOMATIC, NAME, ORIGIN, SNAPSHOT, CheckpointRecords
+from gradwire_server.journal.checkpoint_records import CheckpointRecords
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.segments import Buffer
 from gradwire_server.limits import Limits

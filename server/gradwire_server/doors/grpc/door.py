@@ -6,7 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -27,10 +27,12 @@ from gradwire_server.doors.door import Door
 from gradwire_server.doors.grpc.headers import HEADER_BYTES
 from gradwire_server.doors.grpc.interceptors import CALLER, Guard
 from gradwire_server.doors.grpc.service import TrainingService
-from gradwire_server.engine_client.remote import RemoteLife
 from gradwire_server.engine_link.chunks import ADMITTED
 from gradwire_server.errors import NotNow, ServiceError
 from gradwire_server.limits import Limits
+
+if TYPE_CHECKING:
+    from gradwire_server.engine_client.remote import RemoteLife
 
 
 class SessionService(SessionServiceServicer):

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradwire_proto.history import to_columns
 from gradwire_proto.v1 import training_pb2 as pb
@@ -23,8 +23,10 @@ from gradwire_server.core.core import Core
 from gradwire_server.core.incoming import Incoming
 from gradwire_server.doors.grpc.interceptors import CALLER
 from gradwire_server.errors import ServiceError
-from gradwire_server.journal.rows import StoredResult
 from gradwire_server.observability.tracing import MAX_TRACEPARENT
+
+if TYPE_CHECKING:
+    from gradwire_server.journal.rows import StoredResult
 
 log = logging.getLogger(__name__)
 

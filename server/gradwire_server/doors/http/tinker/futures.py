@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
@@ -21,7 +21,9 @@ from gradwire_server.doors.http.tinker.results import failed, loss_output, step_
 from gradwire_server.doors.http.tinker.samplers import SampleGoneError, Samplers
 from gradwire_server.doors.http.tinker.store import ModelRecord, TinkerStore
 from gradwire_server.errors import ServiceError
-from gradwire_server.journal.rows import StoredResult
+
+if TYPE_CHECKING:
+    from gradwire_server.journal.rows import StoredResult
 
 HOLD_S = 30.0
 """How long a request waits for its result before the client is asked to come again."""

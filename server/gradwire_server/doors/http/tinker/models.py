@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradwire_proto import codec
 from gradwire_proto.v1 import training_pb2 as pb
@@ -23,8 +23,10 @@ from gradwire_server.doors.http.tinker.names import TinkerPath, request_id_of
 from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
 from gradwire_server.doors.http.tinker.store import ModelRecord, TinkerStore
 from gradwire_server.errors import ServiceError
-from gradwire_server.journal.rows import StoredResult
 from gradwire_server.observability.tracing import MAX_TRACEPARENT
+
+if TYPE_CHECKING:
+    from gradwire_server.journal.rows import StoredResult
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Literal
 
 from gradwire_proto.v1 import training_pb2 as pb
 
+from gradwire_server.checkpoint_files import NAME
 from gradwire_server.errors import ServiceError
-from gradwire_server.journal.checkpoint_records import NAME
 
 PathKind = Literal["weights", "sampler_weights", "external_weights"]
 PATH_KINDS: tuple[PathKind, ...] = ("weights", "sampler_weights", "external_weights")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,9 @@ from gradwire_proto.v1 import tinker_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.doors.http.tinker.prompt_scores import top_message
-from gradwire_server.journal.rows import StoredResult
+
+if TYPE_CHECKING:
+    from gradwire_server.journal.rows import StoredResult
 
 Array = npt.NDArray[Any]
 HOW = ("sum", "mean", "min", "max", "slack", "unique")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
@@ -9,7 +11,9 @@ from gradwire_server.core.core import Core
 from gradwire_server.doors.http.tinker.names import TinkerPath
 from gradwire_server.doors.http.tinker.store import SavedRecord, TinkerStore
 from gradwire_server.errors import ServiceError, unknown_checkpoint
-from gradwire_server.journal.run_row import RunRecord
+
+if TYPE_CHECKING:
+    from gradwire_server.journal.run_row import RunRecord
 
 
 class SavedWeights:

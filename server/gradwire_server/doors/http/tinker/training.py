@@ -11,6 +11,7 @@ from gradwire_proto.v1 import tinker_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
+from gradwire_server.checkpoint_files import SNAPSHOT
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.protocol import BodyOf, CallerOf, TraceparentOf
 from gradwire_server.doors.http.tinker.audit import note
@@ -48,7 +49,6 @@ from gradwire_server.doors.http.tinker.training_requests import (
 )
 from gradwire_server.doors.wire_format import SMALL_BYTES, TooLargeFieldsError, TooManyFieldsError, without
 from gradwire_server.errors import ServiceError, limit_exceeded
-from gradwire_server.journal.checkpoint_records import SNAPSHOT
 from gradwire_server.limits import Limits
 
 ALPHA = 32.0

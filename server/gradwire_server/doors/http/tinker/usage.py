@@ -20,8 +20,9 @@ from gradwire_server.doors.http.protocol import CallerOf
 from gradwire_server.doors.http.tinker.names import TinkerPath
 from gradwire_server.doors.http.tinker.store import TinkerStore
 from gradwire_server.errors import ServiceError
-from gradwire_server.journal.usage import HOUR_S
 
+HOUR_S = 3600
+"""Usage is counted by whole hours of UTC."""
 MOST_HOURS = 14 * 24
 SAMPLING = ":sample"
 BY = ("hour", "owner", "run", "model")

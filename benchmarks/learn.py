@@ -32,9 +32,10 @@ from gradwire import data
 from gradwire.loop.loggers import read_jsonl
 from gradwire.recipes import command
 from gradwire.recipes.evaluate import Evaluation, evaluate
-from gradwire.recipes.folder import SHARED_SERVER, trained
+from gradwire.recipes.folder import trained
+from gradwire.recipes.launch import Launch
 from gradwire.recipes.rows import rows_of
-from gradwire.recipes.runs import SHARED_SERVICE, new_run
+from gradwire.recipes.runs import new_run
 from gradwire.recipes.settings import RowSettings
 from gradwire.recipes.tokens import RowEncoder
 
@@ -192,7 +193,7 @@ def write_data(source: Path, folder: Path, seed: int = 0) -> None:
     write("sums", [{"prompt": f"What is {a} + {b}? Answer with the number.", "answer": str(a + b)} for a, b in sums])
 
 
-async def learn(service: gradwire.ServiceClient, model: str, name: str, questions: int) -> Result:
+async def learn(launch: Launch, model: str, name: str, questions: int) -> Result:
     """Run a lesson in ``out/learn/NAME``; one that is finished is not run again."""
     lesson, folder = LESSONS[name], OUT / name
     values = {"model": model, "folder": str(folder), **lesson.settings}
@@ -205,11 +206,11 @@ async def learn(service: gradwire.ServiceClient, model: str, name: str, question
     if values.get("teacher"):
         values["teacher"] = trained(str(OUT / values["teacher"])).checkpoint
     if lesson.trl and not (folder / "batches.json").exists():
-        values["init_from"] = await _prepare_trl(service, name, values)
+        values["init_from"] = await _prepare_trl(launch.service, name, values)
     elif lesson.trl:
         values["init_from"] = json.loads((folder / "batches.json").read_text())["start"]
     settings, began = command.settings_of(lesson.recipe, values), time.monotonic()
-    await command.train(lesson.recipe, settings)
+    await command.train(lesson.recipe, settings, launch)
     curves: dict[str, list[tuple[int, float]]] = {}
     for line in read_jsonl(folder / "metrics.jsonl"):
         for key, value in line.items():
@@ -227,7 +228,8 @@ async def learn(service: gradwire.ServiceClient, model: str, name: str, question
             Evaluation(
                 model=model, folder=str(folder / "evaluation"), checkpoints=[str(folder)], limit=questions,
                 data=str(OUT / "questions.jsonl"), graders=["last_number", MARKED], answer_tokens=160,
-            )
+            ),
+            launch,
         )  # fmt: skip
         result.questions = questions
         result.graded = {name: [each.cell(name) for each in found] for name in ("last_number", "marked")}
@@ -280,10 +282,9 @@ def ask_trl(model: str, result: Result, steps: int) -> list[float]:
 async def lessons(model: str, names: Sequence[str], questions: int, done: Callable[[Result], None]) -> None:
     """Run lessons on one server, whose state stays in ``out/learn/server``."""
     async with gradwire.connect(models=[model], state_dir=OUT / "server") as service:
-        SHARED_SERVICE.set(service)
-        SHARED_SERVER.set(OUT / "server")
+        launch = Launch(service=service, server=OUT / "server")
         for name in names:
-            done(await learn(service, model, name, questions))
+            done(await learn(launch, model, name, questions))
 
 
 def main() -> None:

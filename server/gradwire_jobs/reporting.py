@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradwire import JobCheckpoint, JobEnd, JobEvent, Jobs
-from gradwire.recipes.observing import Observer
+from gradwire.recipes.launch import Observer
 
 TOGETHER_S = 0.5
 """Seconds between two reports, so that fast steps share one; the first step is reported at once."""

@@ -27,7 +27,7 @@ from gradwire import JobEnd, errors
 from gradwire.data import DataError
 from gradwire.loop.training_loop import TrainingStopped
 from gradwire.recipes import command
-from gradwire.recipes.observing import OBSERVER
+from gradwire.recipes.launch import Launch
 from gradwire.recipes.rows import ColumnsError
 from gradwire.recipes.settings import SettingsError
 from gradwire.whole_files import read_state
@@ -131,7 +131,6 @@ async def _run(task: Task) -> int:
         job = await service.jobs.get(task.job_id)
         first = 0 if job.recipe != "script" and command.is_on_rewards(job.recipe) else 1
         reporter = JobReporter(service.jobs, task.job_id, task.attempt, first)
-        OBSERVER.set(reporter)
         files = _Files(service, Path(task.folder))
         logging.getLogger("gradwire").addHandler(_Warnings(reporter, files))
         working = asyncio.create_task(_work(task, job, service, reporter, files))
@@ -185,7 +184,7 @@ async def _work(
     if task.attempt > 1:
         await _delete_orphans(service, folder)
         _tell_again(folder, reporter)
-    await command.train(job.recipe, settings)
+    await command.train(job.recipe, settings, Launch(observer=reporter))
     if task.attempt > 1:  # a killed worker's run may have been made only after this one's
         await _delete_orphans(service, folder)
     await reporter.send()

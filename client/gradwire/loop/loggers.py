@@ -30,6 +30,20 @@ class CheckpointLogger(Protocol):
     def saved(self, iteration: int, path: str) -> None: ...
 
 
+@runtime_checkable
+class RewindingLogger(Protocol):
+    """A logger that forgets this iteration and those behind it, which a resumed training logs again."""
+
+    def forget(self, iteration: int) -> None: ...
+
+
+@runtime_checkable
+class StoppingLogger(Protocol):
+    """A logger that ends the training once ``stop_wanted`` is true."""
+
+    stop_wanted: bool
+
+
 class JsonlLogger:
     """Writes one JSON object per line: ``iteration``, ``time`` (Unix) and the metrics; non-finite numbers become null.
 

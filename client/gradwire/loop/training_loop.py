@@ -13,7 +13,7 @@ from typing import Any
 from gradwire.errors import NotFoundError, UnsupportedError
 from gradwire.futures import Future
 from gradwire.loop.best import Best
-from gradwire.loop.loggers import CheckpointLogger, MetricLogger
+from gradwire.loop.loggers import CheckpointLogger, MetricLogger, RewindingLogger, StoppingLogger
 from gradwire.loop.progress import Progress
 from gradwire.results import TrainStepResult
 from gradwire.whole_files import read_state, replace_state
@@ -117,7 +117,7 @@ class TrainingLoop:
             await self.run.load_checkpoint(self.checkpoint)
         self.step, self.best.state = state.get("step", 0), state.get("best", {})
         for each in self.loggers:
-            if hasattr(each, "forget"):
+            if isinstance(each, RewindingLogger):
                 each.forget(self.step + self.plan.first if self.step else 0)
             if state and isinstance(each, CheckpointLogger):
                 each.saved(self.step, self.checkpoint)
@@ -177,7 +177,7 @@ class TrainingLoop:
 
     @property
     def _stops(self) -> bool:
-        return any(getattr(each, "stop_wanted", False) for each in self.loggers)
+        return any(isinstance(each, StoppingLogger) and each.stop_wanted for each in self.loggers)
 
     async def _evaluated(self, evaluate: Evaluate) -> Metrics:
         metrics = dict(await evaluate())

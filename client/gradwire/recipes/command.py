@@ -13,6 +13,7 @@ from typing import Any
 from gradwire.cli.text import warnings_to_stderr
 from gradwire.errors import GradwireError
 from gradwire.recipes.folder import next_steps
+from gradwire.recipes.launch import ALONE, Launch
 from gradwire.recipes.settings import Settings, SettingsError
 from gradwire.recipes.settings_file import built, example, load
 
@@ -56,7 +57,7 @@ def _carry_out(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -
         settings = load(kind, arguments.config, arguments.set)
         if arguments.dry_run:  # an end by another program deletes its run as well
             signal.signal(signal.SIGTERM, signal.default_int_handler)
-        estimate = asyncio.run(module.train(settings, dry_run=arguments.dry_run))
+        estimate = asyncio.run(module.train(settings, Launch(dry_run=arguments.dry_run)))
     except (SettingsError, GradwireError, ValueError, OSError, ImportError) as error:
         print(f"gradwire train: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -97,9 +98,9 @@ def is_on_rewards(recipe: str) -> bool:
     return issubclass(settings_kind(recipe), rewarded)
 
 
-async def train(recipe: str, settings: Settings) -> None:
+async def train(recipe: str, settings: Settings, launch: Launch = ALONE) -> None:
     """Run a recipe."""
-    await _recipe(recipe)[1].train(settings)
+    await _recipe(recipe)[1].train(settings, launch)
 
 
 def _recipe(name: str) -> tuple[type[Settings], Any]:

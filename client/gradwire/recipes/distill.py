@@ -9,6 +9,7 @@ from typing import Any
 
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
+from gradwire.recipes.launch import ALONE, Launch
 from gradwire.recipes.settings import RowSettings, SettingsError, loss_arguments, setting
 from gradwire.recipes.supervised import train_rows
 from gradwire.recipes.tokens import RowEncoder
@@ -34,7 +35,7 @@ class Distill(RowSettings):
             raise SettingsError(f"own_answers is {self.own_answers}; it must be between 0 and 1")
 
 
-async def train(settings: Distill, *, dry_run: bool = False) -> Estimate | None:
+async def train(settings: Distill, launch: Launch = ALONE) -> Estimate | None:
     """Run the training, or only estimate it."""
     kwargs = {"beta": settings.beta, "reference_model": settings.teacher, **settings.loss}
 
@@ -59,5 +60,5 @@ async def train(settings: Distill, *, dry_run: bool = False) -> Estimate | None:
 
     return await train_rows(
         settings, data.conversations, RowEncoder.rows, "gkd", kwargs, sampled=answered,
-        sampled_share=settings.own_answers, dry_run=dry_run,
+        sampled_share=settings.own_answers, launch=launch,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
+from gradwire.recipes.launch import ALONE, Launch
 from gradwire.recipes.runs import start_reference
 from gradwire.recipes.settings import RowSettings, SettingsError, loss_arguments, setting
 from gradwire.recipes.supervised import train_rows
@@ -31,7 +32,7 @@ class DPO(RowSettings):
             raise SettingsError("reference is base, which is the model without its adapter: name a model, or use LoRA")
 
 
-async def train(settings: DPO, *, dry_run: bool = False) -> Estimate | None:
+async def train(settings: DPO, launch: Launch = ALONE) -> Estimate | None:
     """Run the training, or only estimate it."""
     kwargs = {"beta": settings.beta, "reference_model": start_reference(settings, settings.reference), **settings.loss}
-    return await train_rows(settings, data.preferences, RowEncoder.pairs, "dpo", kwargs, dry_run=dry_run)
+    return await train_rows(settings, data.preferences, RowEncoder.pairs, "dpo", kwargs, launch=launch)

@@ -17,6 +17,7 @@ from gradwire.cli.text import warnings_to_stderr
 from gradwire.data import DataError, OnError, Prompt, prompts
 from gradwire.errors import GradwireError
 from gradwire.recipes.folder import trained
+from gradwire.recipes.launch import ALONE, Launch
 from gradwire.recipes.own_code import AnsweredRow, RewardGrader
 from gradwire.recipes.runs import open_service
 from gradwire.recipes.settings import ServiceSettings, SettingsError, setting
@@ -122,7 +123,7 @@ def graders_of(specs: Sequence[Any], service: Any = None) -> list[Grader]:
         raise SettingsError(f"graders: {error}") from None
 
 
-async def evaluate(settings: Evaluation) -> list[Scored]:
+async def evaluate(settings: Evaluation, launch: Launch = ALONE) -> list[Scored]:
     """Grade the answers of the model and of each checkpoint; all answers are in the settings' folder afterwards.
 
     Raises:
@@ -145,7 +146,7 @@ async def evaluate(settings: Evaluation) -> list[Scored]:
             " or start a server for all of them and name its address"
         )
     folder = Path(settings.folder)
-    async with open_service(settings) as (service, model):
+    async with open_service(settings, launch) as (service, model):
         sources[settings.model] = model.name
         graders = graders_of(settings.graders, service)
         results = []

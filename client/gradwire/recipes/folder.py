@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gradwire.recipes.launch import Launch
 from gradwire.recipes.settings import ServiceSettings, Settings, SettingsError
 from gradwire.whole_files import read_state
 
@@ -21,10 +21,6 @@ STATE = "state.json"
 """Where a training writes its run, its newest checkpoint and what a resumed training needs."""
 SCORING = ("Reward", "ProcessReward")
 """Recipes whose models score texts and write none."""
-
-
-SHARED_SERVER: ContextVar[Path | None] = ContextVar("gradwire_shared_server", default=None)
-"""State folder of a server of its own that several trainings of this context share; None: each has one."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +95,10 @@ def next_steps(folder: Path | str) -> list[str]:
     return steps
 
 
-def server_folder(settings: ServiceSettings) -> Path:
-    """State folder of a server of one's own: that of the training it starts from, which has the checkpoint."""
-    if shared := SHARED_SERVER.get():
-        return shared
+def server_folder(settings: ServiceSettings, launch: Launch) -> Path:
+    """State folder of a server of one's own: the shared one, or that of the training it starts from, or a new one."""
+    if launch.server:
+        return launch.server
     start = trained(settings.starts_from) if settings.starts_from else None
     return Path(start.server) if start is not None and start.server else Path(settings.folder).absolute() / "server"
 
@@ -135,9 +131,9 @@ def open_folder(file: Path, settings: Settings) -> dict[str, Any]:
     return state
 
 
-def facts_of(settings: Settings) -> dict[str, Any]:
+def facts_of(settings: Settings, launch: Launch) -> dict[str, Any]:
     """Return what a training's state says of its server and its settings."""
-    server = "" if settings.address else str(server_folder(settings))
+    server = "" if settings.address else str(server_folder(settings, launch))
     return {"address": settings.address, "server": server, "settings": _identity(settings)}
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from gradwire.recipes.estimate import Estimate
+from gradwire.recipes.launch import ALONE, Launch
 from gradwire.recipes.rl import RLSettings, check_group, train_with
 from gradwire.recipes.settings import SettingsError, loss_arguments, setting
 from gradwire.rl import GiGPOAlgorithm
@@ -34,7 +35,7 @@ class GiGPO(RLSettings):
             raise SettingsError(f"gamma is {self.gamma}; it must be from 0 to 1")
 
 
-async def train(settings: GiGPO, *, dry_run: bool = False) -> Estimate | None:
+async def train(settings: GiGPO, launch: Launch = ALONE) -> Estimate | None:
     """Run the training, or only estimate it."""
     algorithm = partial(GiGPOAlgorithm, omega=settings.omega, gamma=settings.gamma)
-    return await train_with(settings, algorithm, group_size=settings.group_size, dry_run=dry_run)
+    return await train_with(settings, algorithm, group_size=settings.group_size, launch=launch)

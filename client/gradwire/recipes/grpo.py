@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire.recipes.estimate import Estimate
+from gradwire.recipes.launch import ALONE, Launch
 from gradwire.recipes.rl import RLSettings, check_group, train_with
 from gradwire.recipes.settings import loss_arguments, setting
 from gradwire.rl import GRPOAlgorithm
@@ -24,6 +25,6 @@ class GRPO(RLSettings):
         check_group(self.group_size, self.loss)
 
 
-async def train(settings: GRPO, *, dry_run: bool = False) -> Estimate | None:
+async def train(settings: GRPO, launch: Launch = ALONE) -> Estimate | None:
     """Run the training, or only estimate it."""
-    return await train_with(settings, GRPOAlgorithm, group_size=settings.group_size, dry_run=dry_run)
+    return await train_with(settings, GRPOAlgorithm, group_size=settings.group_size, launch=launch)

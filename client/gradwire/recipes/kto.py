@@ -7,6 +7,7 @@ from typing import Any
 
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
+from gradwire.recipes.launch import ALONE, Launch
 from gradwire.recipes.runs import start_reference
 from gradwire.recipes.settings import RowSettings, loss_arguments, setting
 from gradwire.recipes.supervised import train_rows
@@ -26,7 +27,7 @@ class KTO(RowSettings):
     loss: dict[str, Any] = loss_arguments("kto", ", such as desirable_weight")
 
 
-async def train(settings: KTO, *, dry_run: bool = False) -> Estimate | None:
+async def train(settings: KTO, launch: Launch = ALONE) -> Estimate | None:
     """Run the training, or only estimate it."""
     kwargs = {"beta": settings.beta, "reference_model": start_reference(settings, settings.reference), **settings.loss}
-    return await train_rows(settings, data.ratings, RowEncoder.ratings, "kto", kwargs, dry_run=dry_run)
+    return await train_rows(settings, data.ratings, RowEncoder.ratings, "kto", kwargs, launch=launch)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire.recipes.estimate import Estimate
+from gradwire.recipes.launch import ALONE, Launch
 from gradwire.recipes.rl import RLSettings, train_with
 from gradwire.recipes.settings import loss_arguments, setting
 from gradwire.rl import PPOAlgorithm
@@ -25,9 +26,9 @@ class PPO(RLSettings):
     loss: dict[str, Any] = loss_arguments("enhanced_ppo", "; of them gae_lambda is 1 and entropy_coef 0 by default")
 
 
-async def train(settings: PPO, *, dry_run: bool = False) -> Estimate | None:
+async def train(settings: PPO, launch: Launch = ALONE) -> Estimate | None:
     """Run the training, or only estimate it."""
     return await train_with(
         settings, PPOAlgorithm, group_size=settings.answers, passes=settings.passes, loss=LOSS, head="value",
-        dry_run=dry_run,
+        launch=launch,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
+from gradwire.recipes.launch import ALONE, Launch
 from gradwire.recipes.settings import RowSettings, loss_arguments, setting
 from gradwire.recipes.supervised import train_rows
 from gradwire.recipes.tokens import RowEncoder
@@ -23,9 +24,9 @@ class ProcessReward(RowSettings):
     loss: dict[str, Any] = loss_arguments("token_classification")
 
 
-async def train(settings: ProcessReward, *, dry_run: bool = False) -> Estimate | None:
+async def train(settings: ProcessReward, launch: Launch = ALONE) -> Estimate | None:
     """Run the training, or only estimate it."""
     return await train_rows(
         settings, data.steps, RowEncoder.steps, "token_classification", settings.loss, head="classification",
-        num_labels=2, dry_run=dry_run,
+        num_labels=2, launch=launch,
     )  # fmt: skip

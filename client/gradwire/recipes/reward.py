@@ -8,6 +8,7 @@ from typing import Any
 
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
+from gradwire.recipes.launch import ALONE, Launch
 from gradwire.recipes.settings import RowSettings, loss_arguments, setting
 from gradwire.recipes.supervised import train_rows
 from gradwire.recipes.tokens import RowEncoder
@@ -26,7 +27,7 @@ class Reward(RowSettings):
     loss: dict[str, Any] = loss_arguments("reward_modeling")
 
 
-async def train(settings: Reward, *, dry_run: bool = False) -> Estimate | None:
+async def train(settings: Reward, launch: Launch = ALONE) -> Estimate | None:
     """Run the training, or only estimate it."""
 
     async def encode(tokens: RowEncoder, rows: Sequence[data.Preference]) -> list[dict[str, Any]]:
@@ -37,5 +38,5 @@ async def train(settings: Reward, *, dry_run: bool = False) -> Estimate | None:
         return pairs
 
     return await train_rows(
-        settings, data.preferences, encode, "reward_modeling", settings.loss, head="reward", dry_run=dry_run
+        settings, data.preferences, encode, "reward_modeling", settings.loss, head="reward", launch=launch
     )

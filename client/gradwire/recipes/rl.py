@@ -14,6 +14,7 @@ from gradwire.data.stored import Viewed
 from gradwire.loop.best import Best
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.folder import facts_of
+from gradwire.recipes.launch import Launch
 from gradwire.recipes.own_code import (
     AGENT,
     REWARDS,
@@ -117,7 +118,7 @@ async def train_with(
     passes: int = 1,
     loss: Mapping[str, Any] = MappingProxyType({}),
     head: Any = None,
-    dry_run: bool = False,
+    launch: Launch,
 ) -> Estimate | None:
     """Train a run with an algorithm, from the state in its folder; the settings' arguments of the loss override."""
     own_reward = None if settings.grading or trained_rewards(settings.reward) else reward_of(settings.reward)
@@ -130,7 +131,7 @@ async def train_with(
         environment = environment_of(settings.environment, settings.environment_args)
     kept, held_out = rows_of(data.prompts, settings)
     async with (
-        open_training(settings, head=head, kind="rl", dry_run=dry_run) as training,
+        open_training(settings, head=head, kind="rl", launch=launch) as training,
         reward_models(training.service, settings.reward) as models,
     ):
         service, model = training.service, training.model
@@ -144,7 +145,7 @@ async def train_with(
             raise SettingsError(f"data is {settings.data}: no problem could be used")
         per_epoch = -(-len(tasks) // settings.batch_size)
         total = settings.max_steps or per_epoch * settings.epochs
-        config = _config(settings, training, group_size, per_epoch, evaluated=bool(problems) and not dry_run)
+        config = _config(settings, training, group_size, per_epoch, evaluated=bool(problems) and not launch.dry_run)
         config = replace(
             config,
             ppo_epochs=passes,
@@ -162,9 +163,9 @@ async def train_with(
         on_server = RunRecorder(training.run, every=settings.record_every)
         more["recorder"] = Recorders([in_folder, on_server] if settings.record_every and not dry_run else [in_folder])
         async with algorithm(*arguments, **more) as trained:
-            if dry_run:
+            if launch.dry_run:
                 return await _estimate(settings, trained, model, len(tasks), total)
-            trained.loop.facts = facts_of(settings)
+            trained.loop.facts = facts_of(settings, launch)
             trained.loop.plan = replace(trained.loop.plan, eval_first=settings.eval_first, keep=settings.keep)
             trained.loop.best = Best("success", settings.patience)
             done = await trained.resume()

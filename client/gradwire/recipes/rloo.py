@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire.recipes.estimate import Estimate
+from gradwire.recipes.launch import ALONE, Launch
 from gradwire.recipes.rl import RLSettings, check_group, train_with
 from gradwire.recipes.settings import loss_arguments, setting
 from gradwire.rl import REINFORCEAlgorithm
@@ -24,6 +25,6 @@ class RLOO(RLSettings):
         check_group(self.group_size, {})
 
 
-async def train(settings: RLOO, *, dry_run: bool = False) -> Estimate | None:
+async def train(settings: RLOO, launch: Launch = ALONE) -> Estimate | None:
     """Run the training, or only estimate it."""
-    return await train_with(settings, REINFORCEAlgorithm, group_size=settings.group_size, dry_run=dry_run)
+    return await train_with(settings, REINFORCEAlgorithm, group_size=settings.group_size, launch=launch)

@@ -5,24 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import gradwire
 from gradwire.errors import UnknownModelError
 from gradwire.recipes.folder import server_folder, trained
+from gradwire.recipes.launch import Launch
 from gradwire.recipes.settings import ServiceSettings, Settings, SettingsError
-
-SHARED_SERVICE: ContextVar[Any] = ContextVar("gradwire_shared_service", default=None)
-"""The connection that several trainings of this context share; None: each has its own."""
 
 
 @asynccontextmanager
-async def open_service(settings: ServiceSettings) -> AsyncIterator[tuple[Any, gradwire.ModelInfo]]:
-    """Connect to the server that the settings name, or start one with its state in their folder."""
-    own = {} if settings.address else {"models": [settings.model], "state_dir": server_folder(settings)}
+async def open_service(settings: ServiceSettings, launch: Launch) -> AsyncIterator[tuple[Any, gradwire.ModelInfo]]:
+    """Use the connection that is shared, or connect to the server that the settings name, or start one of their own."""
+    own = {} if settings.address else {"models": [settings.model], "state_dir": server_folder(settings, launch)}
     async with AsyncExitStack() as opened:
-        service = SHARED_SERVICE.get()
+        service = launch.service
         if service is None:
             service = await opened.enter_async_context(gradwire.connect(settings.address or None, **own))  # type: ignore[arg-type]
         if own:

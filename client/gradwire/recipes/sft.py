@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
+from gradwire.recipes.launch import ALONE, Launch
 from gradwire.recipes.settings import RowSettings, loss_arguments, setting
 from gradwire.recipes.supervised import train_rows
 
@@ -22,9 +23,9 @@ class SFT(RowSettings):
     loss: dict[str, Any] = loss_arguments("causal_lm")
 
 
-async def train(settings: SFT, *, dry_run: bool = False) -> Estimate | None:
+async def train(settings: SFT, launch: Launch = ALONE) -> Estimate | None:
     """Run the training, or only estimate it."""
     return await train_rows(
         settings, data.conversations, lambda tokens, rows: tokens.rows(rows, settings.train_on), "causal_lm",
-        settings.loss, dry_run=dry_run,
+        settings.loss, launch=launch,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
+from gradwire.recipes.launch import ALONE, Launch
 from gradwire.recipes.settings import RowSettings, loss_arguments, setting
 from gradwire.recipes.supervised import train_rows
 from gradwire.recipes.tokens import RowEncoder
@@ -23,6 +24,6 @@ class SimPO(RowSettings):
     loss: dict[str, Any] = loss_arguments("simpo", ", such as beta")
 
 
-async def train(settings: SimPO, *, dry_run: bool = False) -> Estimate | None:
+async def train(settings: SimPO, launch: Launch = ALONE) -> Estimate | None:
     """Run the training, or only estimate it."""
-    return await train_rows(settings, data.preferences, RowEncoder.pairs, "simpo", settings.loss, dry_run=dry_run)
+    return await train_rows(settings, data.preferences, RowEncoder.pairs, "simpo", settings.loss, launch=launch)

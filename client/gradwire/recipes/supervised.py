@@ -16,6 +16,7 @@ from gradwire.loop.training_loop import Metrics, Plan, TrainingLoop
 from gradwire.loop.warnings import WarnOnce
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.folder import STATE, facts_of
+from gradwire.recipes.launch import Launch
 from gradwire.recipes.rates import scheduled
 from gradwire.recipes.report import LOG
 from gradwire.recipes.rows import rows_of
@@ -42,7 +43,7 @@ async def train_rows(
     num_labels: int = 0,
     sampled: Sample[T] | None = None,
     sampled_share: float = 0.0,
-    dry_run: bool = False,
+    launch: Launch,
 ) -> Estimate | None:
     """Train on the rows of a data set, or only estimate it.
 
@@ -55,7 +56,7 @@ async def train_rows(
         sampled_share: Share of the steps that they replace, for the estimate.
     """
     kept, held_out = rows_of(load, settings)
-    async with open_training(settings, head=head, num_labels=num_labels, dry_run=dry_run) as training:
+    async with open_training(settings, head=head, num_labels=num_labels, launch=launch) as training:
         tokens = RowEncoder(training.service, training.model, settings.max_tokens, settings.overlong, settings.on_error)
         evaluated: list[Any] = []
 
@@ -81,7 +82,7 @@ async def train_rows(
             result = await training.run.forward(evaluated, loss_fn, kwargs, outputs=())
             return {f"eval/{name}": value for name, value in result.metrics.items()}
 
-        if dry_run:
+        if launch.dry_run:
 
             async def on_given(batch: Sequence[T]) -> Any:
                 return loss(await given(batch))
@@ -154,7 +155,7 @@ class _Steps(Generic[T]):
             training.run, plan, [JsonlLogger(training.folder / LOG), *training.loggers], training.folder / STATE,
             own=lambda: {"position": dict(batches.position)}, shown=lambda metrics: {"loss": metrics["train/loss"]},
         )  # fmt: skip
-        loop.facts = facts_of(settings)
+        loop.facts = facts_of(settings, training.launch)
         try:
             if state := await loop.resume():
                 batches.position = state["position"]

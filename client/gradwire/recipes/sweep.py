@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,9 @@ from gradwire.loop.best import sign_of
 from gradwire.loop.loggers import read_jsonl
 from gradwire.loop.training_loop import TrainingStopped
 from gradwire.recipes import command
-from gradwire.recipes.folder import SHARED_SERVER, STATE
-from gradwire.recipes.observing import OBSERVER, Observer
+from gradwire.recipes.folder import STATE
+from gradwire.recipes.launch import Launch, Observer
 from gradwire.recipes.report import page_of, plot_several
-from gradwire.recipes.runs import SHARED_SERVICE
 from gradwire.recipes.settings import RowSettings, Settings, SettingsError, setting
 from gradwire.recipes.settings_file import built, read_yaml, set_by
 from gradwire.whole_files import read_state
@@ -165,11 +164,11 @@ async def run(sweep: Sweep, trials: Sequence[Trial]) -> list[Trial]:
     if len({trial.name for trial in trials}) < len(trials):
         raise SettingsError("two trainings of the grid have the same values")
     metric, left = sweep.by or default_metric(trials[0].settings), list(trials)
-    async with _shared(sweep, [trial.settings for trial in trials]):
+    async with _shared(sweep, [trial.settings for trial in trials]) as launch:
         total = 0
         for number in range(sweep.rounds if sweep.halving else 1):
             until = _end_of_round(sweep, number, total, trials[0].settings) if sweep.halving else None
-            total = max(total, *await _round(left, until, sweep.parallel))
+            total = max(total, *await _round(left, until, sweep.parallel, launch))
             left = [trial for trial in left if not trial.error]
             for trial in left:
                 trial.value = trial.measured(metric, until)
@@ -236,27 +235,27 @@ def _check_rounds(sweep: Sweep, settings: Settings) -> None:
         )
 
 
-async def _round(trials: Sequence[Trial], until: int | None, parallel: int) -> list[int]:
+async def _round(trials: Sequence[Trial], until: int | None, parallel: int, launch: Launch) -> list[int]:
     """Train each up to a step; return how many steps each has."""
     places = asyncio.Semaphore(parallel)
 
     async def one(trial: Trial) -> int:
         async with places:
-            return await asyncio.create_task(_train(trial, until))  # a context of its own, for its observer
+            return await _train(trial, until, launch)
 
     return await asyncio.gather(*map(one, trials))
 
 
-async def _train(trial: Trial, until: int | None) -> int:
+async def _train(trial: Trial, until: int | None, launch: Launch) -> int:
     if until is not None and trial.step >= until:
         return trial.settings.max_steps
-    recipe, settings = type(trial.settings).__name__, trial.settings
+    settings = trial.settings
     observer = _Until(until)
-    OBSERVER.set(observer)
     if until is not None and not isinstance(settings, RowSettings):  # those on rewards take more iterations later
         settings = type(settings)(**vars(settings) | {"max_steps": min(until, settings.max_steps or until)})
     try:
-        await command.train(next(name for name, kind in command.RECIPES.items() if kind == recipe), settings)
+        recipe = next(name for name, kind in command.RECIPES.items() if kind == type(trial.settings).__name__)
+        await command.train(recipe, settings, replace(launch, observer=observer))
     except TrainingStopped:
         pass
     except (gradwire.GradwireError, ValueError, OSError, ImportError) as error:  # costs only this training
@@ -265,18 +264,13 @@ async def _train(trial: Trial, until: int | None) -> int:
 
 
 @asynccontextmanager
-async def _shared(sweep: Sweep, settings: Sequence[Settings]) -> AsyncIterator[None]:
+async def _shared(sweep: Sweep, settings: Sequence[Settings]) -> AsyncIterator[Launch]:
     """One connection for all, and one server if they would each start their own."""
     state = _server_folder(sweep)
     address = settings[0].address
     own = {} if address else {"models": list(dict.fromkeys(each.model for each in settings)), "state_dir": state}
     async with gradwire.connect(address or None, **own) as service:  # type: ignore[arg-type]
-        tokens = SHARED_SERVICE.set(service), SHARED_SERVER.set(None if address else state)
-        try:
-            yield
-        finally:
-            SHARED_SERVICE.reset(tokens[0])
-            SHARED_SERVER.reset(tokens[1])
+        yield Launch(service=service, server=None if address else state)
 
 
 def _server_folder(sweep: Sweep) -> Path:

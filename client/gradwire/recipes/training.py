@@ -14,7 +14,7 @@ from typing import Any
 import gradwire
 from gradwire.loop.loggers import MetricLogger, MlflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
 from gradwire.recipes.folder import STATE, open_folder
-from gradwire.recipes.observing import OBSERVER
+from gradwire.recipes.launch import Launch, Observer
 from gradwire.recipes.rates import learning_rate
 from gradwire.recipes.report import LOG, used_by, write_report
 from gradwire.recipes.runs import new_run, open_service
@@ -34,6 +34,7 @@ class Training:
         loggers: The loggers that the settings name, and the observer if there is one.
         state: The state that an earlier call in the folder wrote with its newest checkpoint; {} if none did.
         peak: The learning rate at its peak.
+        launch: How the recipe is run.
     """
 
     settings: Settings
@@ -43,6 +44,7 @@ class Training:
     loggers: list[MetricLogger]
     state: Mapping[str, Any]
     peak: float
+    launch: Launch
 
     @property
     def folder(self) -> Path:
@@ -50,8 +52,8 @@ class Training:
 
     def begin(self, total: int) -> None:
         """Tell the observer the number of steps; log a warning if the training ends before its warmup does."""
-        if observer := OBSERVER.get():
-            observer.began(self.run.run_id, total)
+        if self.launch.observer:
+            self.launch.observer.began(self.run.run_id, total)
         if self.settings.warmup > total:
             logger.warning(
                 "warmup is %g steps and the training has %d: the learning rate ends below its peak; set warmup to a "
@@ -62,7 +64,7 @@ class Training:
 
 @asynccontextmanager
 async def open_training(
-    settings: Settings, *, head: Any = None, num_labels: int = 0, kind: str = "", dry_run: bool = False
+    settings: Settings, *, head: Any = None, num_labels: int = 0, kind: str = "", launch: Launch
 ) -> AsyncIterator[Training]:
     """Open a training: connect, and create its run or find that of the state in its folder.
 
@@ -71,18 +73,20 @@ async def open_training(
     Raises:
         SettingsError: The folder belongs to a training with other settings.
     """
+    dry_run, observer = launch.dry_run, launch.observer
     with TemporaryDirectory() if dry_run else nullcontext(settings.folder) as place:  # a dry run leaves nothing
         settings = replace(settings, folder=place)
         folder, used = Path(settings.folder), ""
         state = {} if dry_run else open_folder(folder / STATE, settings)
-        async with open_service(settings) as (service, model):
+        async with open_service(settings, launch) as (service, model):
             if state:
                 run = service.get_training_client(state["run_id"])
                 print(f"{folder}: going on at step {state['step']}", flush=True)
             else:
                 run = await new_run(settings, service, model, head, kind=kind, num_labels=num_labels)
             peak = learning_rate(settings, model.hidden_size, adapter=(await run.info()).lora is not None)
-            training = Training(settings, service, run, model, [] if dry_run else loggers_of(settings), state, peak)
+            loggers = [] if dry_run else loggers_of(settings, observer)
+            training = Training(settings, service, run, model, loggers, state, peak, launch)
             try:
                 yield training
                 if not dry_run:
@@ -96,7 +100,7 @@ async def open_training(
                         await asyncio.wait_for(service.delete_run(run.run_id), DELETE_PATIENCE_S)
 
 
-def loggers_of(settings: Settings) -> list[MetricLogger]:
+def loggers_of(settings: Settings, observer: Observer | None) -> list[MetricLogger]:
     """Open the loggers that the settings name, and the observer if there is one."""
     name = Path(settings.folder).name
     wandb = {"project": "gradwire", "name": name, "dir": settings.folder, "config": asdict(settings)} | settings.wandb
@@ -106,5 +110,4 @@ def loggers_of(settings: Settings) -> list[MetricLogger]:
         "trackio": lambda: TrackioLogger(project="gradwire", name=name, config=asdict(settings)),
         "mlflow": lambda: MlflowLogger(run_name=name),
     }
-    observer = OBSERVER.get()
     return [*(made[each]() for each in settings.loggers), *([observer] if observer else [])]

@@ -17,6 +17,7 @@ from gradwire.data import Conversation, DataError
 from gradwire.recipes import command, distill, dpo, grpo, ppo, reward, sft
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.folder import facts_of, next_steps, open_folder
+from gradwire.recipes.launch import Launch
 from gradwire.recipes.settings import SettingsError
 from gradwire.recipes.tokens import RowEncoder
 from support.chats import chat_model
@@ -161,7 +162,7 @@ async def test_supervised_fine_tuning_learns(server: Server, sums: dict[str, str
                        learning_rate=1e-2, lora_rank=0)  # fmt: skip
     async with gradwire.connect(server.address) as service:
         before = len(await service.list_runs())
-    estimate = await sft.train(settings, dry_run=True)
+    estimate = await sft.train(settings, Launch(dry_run=True))
     assert estimate is not None and estimate.rows == 58 and estimate.parameters[0] == estimate.parameters[1]
     assert not (tmp_path / "metrics.jsonl").exists()
     await sft.train(settings)
@@ -180,7 +181,7 @@ async def test_preferences_are_learned(server: Server, sums: dict[str, str], tmp
     common = COMMON | {"address": server.address, "data": sums["pairs"], "max_steps": 8}
     for name, recipe, kind in (("dpo", dpo, dpo.DPO), ("reward", reward, reward.Reward)):
         settings = kind(**common, folder=str(tmp_path / name), learning_rate=1e-2)
-        estimate = await recipe.train(settings, dry_run=True)
+        estimate = await recipe.train(settings, Launch(dry_run=True))
         await recipe.train(settings)
         assert near(estimate, tmp_path / name, 8), estimate
         assert curve(tmp_path / name, "eval/preference_accuracy")[-1] == 1.0, name
@@ -196,7 +197,7 @@ async def test_a_teacher_is_approached(server: Server, sums: dict[str, str], tmp
     settings = distill.Distill(
         **common, max_steps=24, learning_rate=1e-2, lora_rank=0, teacher="teacher", answer_tokens=8
     )
-    estimate = await distill.train(settings, dry_run=True)
+    estimate = await distill.train(settings, Launch(dry_run=True))
     await distill.train(settings)
     assert near(estimate, tmp_path, 24), estimate
     divergence = curve(tmp_path, "eval/divergence")
@@ -211,7 +212,7 @@ async def test_rewards_are_trained_on(recipe: str, server: Server, sums: dict[st
     module, settings = {
         "ppo": (ppo, ppo.PPO(**common, answers=2)), "grpo": (grpo, grpo.GRPO(**common, group_size=2)),
     }[recipe]  # fmt: skip
-    estimate = await module.train(settings, dry_run=True)
+    estimate = await module.train(settings, Launch(dry_run=True))
     await module.train(settings)
     await module.train(settings)  # is at its end
     async with gradwire.connect(server.address) as service:

@@ -18,6 +18,7 @@ import pytest
 from gradwire.data import DataError
 from gradwire.recipes import command, dpo, gigpo, grpo, rloo, sft
 from gradwire.recipes.folder import trained
+from gradwire.recipes.launch import Launch
 from support.chats import chat_model
 from support.own_code import own_code
 from support.server import Server
@@ -106,7 +107,7 @@ async def test_an_argument_that_the_loss_does_not_take_is_the_error(
         **COMMON, address=server.address, data=talks, folder=str(tmp_path), on_error="skip", loss={"beta": 0.1}
     )
     with pytest.raises(gradwire.GradwireError, match="beta") as raised:
-        await sft.train(settings, dry_run=dry_run)
+        await sft.train(settings, Launch(dry_run=dry_run))
     assert "not run" not in str(raised.value)
 
 

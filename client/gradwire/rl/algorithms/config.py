@@ -115,8 +115,8 @@ class AlgorithmConfig:
             "num_parallel", "max_steps_per_rollout", "eval_trajectories", "max_resampling",
         )  # fmt: skip
         for name in counts:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            if (value := getattr(self, name)) is not None and value < 1:  # the algorithm chooses where it is None
+                raise ValueError(f"{name} must be at least 1, got {value}")
         for name in (
             "max_staleness",
             "eval_every",

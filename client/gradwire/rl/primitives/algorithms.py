@@ -47,12 +47,7 @@ class AlgorithmConfig(algorithms.AlgorithmConfig):
     reward_method: Method = "absolute"
 
     def __post_init__(self) -> None:
-        if self.group_size is None:
-            object.__setattr__(self, "group_size", 1)
-            super().__post_init__()
-            object.__setattr__(self, "group_size", None)
-        else:
-            super().__post_init__()
+        super().__post_init__()
         defaults = {each.name: each.default for each in fields(algorithms.AlgorithmConfig)}
         changed = [name for name in FROM_PARTS if getattr(self, name) != defaults[name]]
         if changed:

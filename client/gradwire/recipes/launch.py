@@ -1,13 +1,15 @@
-"""The observer through which a program follows a recipe that it runs, and stops it."""
+"""How a program runs a recipe: observed, on a server that several share, or only to estimate it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 
 class Observer:
-    """Follows a training; set it with ``OBSERVER.set(...)`` before the recipe is run.
+    """Follows a training.
 
     Attributes:
         stop_wanted: Whether the training should save a checkpoint and raise
@@ -29,5 +31,22 @@ class Observer:
         """The training logs nothing more."""
 
 
-OBSERVER: ContextVar[Observer | None] = ContextVar("gradwire_observer", default=None)
-"""The observer of the recipes that this context runs."""
+@dataclass(frozen=True)
+class Launch:
+    """How a recipe is run.
+
+    Attributes:
+        dry_run: Whether to estimate the training, in a run that is deleted, in place of training.
+        observer: Follows the training, and may stop it.
+        service: The connection to use; None: the recipe opens its own.
+        server: State folder of the own server behind ``service``; None if it has none, or if ``service`` is None.
+    """
+
+    dry_run: bool = False
+    observer: Observer | None = None
+    service: Any = None
+    server: Path | None = None
+
+
+ALONE = Launch()
+"""A recipe that trains with a connection of its own, unobserved."""

@@ -161,7 +161,8 @@ async def train_with(
         more: dict[str, Any] = {"environment": environment, "eval_tasks": problems, "loggers": training.loggers}
         in_folder = TrajectoryRecorder(training.folder / ANSWERS, limit=KEPT_ANSWERS, tokens=False)
         on_server = RunRecorder(training.run, every=settings.record_every)
-        more["recorder"] = Recorders([in_folder, on_server] if settings.record_every and not dry_run else [in_folder])
+        shown = [on_server] if settings.record_every and not launch.dry_run else []
+        more["recorder"] = Recorders([in_folder, *shown])
         async with algorithm(*arguments, **more) as trained:
             if launch.dry_run:
                 return await _estimate(settings, trained, model, len(tasks), total)

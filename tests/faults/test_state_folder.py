@@ -18,8 +18,10 @@ from typing import Any
 import gradwire
 import pytest
 from gradwire_server.journal.schema import connect
-from support.server import Server
+from support.make_state_folder import ROW, file_contents, model_of, train
+from support.server import Server, free_port
 from support.stage import Stage, kill, wait_for
+from support.tinker import HttpServer
 
 from tests.faults.conftest import COUNT, SETTINGS, Calm
 
@@ -238,6 +240,37 @@ def test_a_folder_of_an_earlier_version_goes_on(
     assert server.end() == 0
     with closing(sqlite3.connect(tmp_path / "state" / "gradwire.db")) as database:
         assert database.execute("PRAGMA user_version").fetchone()[0] > version
+
+
+@pytest.mark.slow  # a job's worker
+def test_a_folder_of_the_last_landing_goes_on(tmp_path: Path, begin: Begin) -> None:
+    """Killed with operations queued, in the middle of a job; see ``make_state_folder.py``."""
+    with tarfile.open(STATES / "11.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    expected = json.loads((tmp_path / "expected.json").read_text())
+    flags = ("--threads", "1", "--accept-changes")
+    server = HttpServer(model_of(tmp_path), tmp_path / "state", free_port(), *flags)
+    begin(server)
+    with gradwire.sync.connect(server.address) as service:
+        runs = {info.run_id: info for info in service.list_runs()}
+        named = {expected[f"{name}run_id"] for name in ("", "other_", "parts_", "queued_")}
+        assert named <= set(runs) and not any(info.parked for info in runs.values())
+        run = service.get_training_client(expected["run_id"])
+        assert train(run, 1)[0] < expected["losses"][-1] and run.info().step == expected["step"] + 1
+        run.load_checkpoint(f"{expected['run_id']}/three").result()
+        assert train(run, 1) == pytest.approx(expected["losses"][3:4], rel=1e-4)
+        queued = service.get_training_client(expected["queued_run_id"])
+        wait_for("what was queued", lambda: queued.info().step == expected["queued"])
+        parts = service.get_training_client(expected["parts_run_id"])
+        labelled = {"input_ids": [ROW, ROW], "label": [0.0, 1.0]}
+        last = parts.forward_backward(labelled, "bco", {"reference_model": "base"}).result()
+        assert last.num_tokens == 3 * len(ROW)
+        assert expected["files"].items() <= file_contents(server.url).items()  # the job may have written its results
+        session = service.sessions.get(expected["session_id"])
+        assert [turn.text for turn in session.rollout().turns] == [expected["said"]]
+        job = service.jobs.wait(expected["job_id"], timeout=240)
+        assert (job.state, job.step) == ("succeeded", expected["job_steps"]), job.error
+    assert server.end() == 0
 
 
 def test_a_folder_that_is_no_state_folder_is_not_made_one(tmp_path: Path) -> None:

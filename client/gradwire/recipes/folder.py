@@ -19,6 +19,8 @@ FREE = (
 """Settings that a training may change when it goes on."""
 STATE = "state.json"
 """Where a training writes its run, its newest checkpoint and what a resumed training needs."""
+HERE = "{folder}/"
+"""The training's folder, where a state names a path in it: the folder may be moved."""
 SCORING = ("Reward", "ProcessReward")
 """Recipes whose models score texts and write none."""
 
@@ -118,8 +120,12 @@ def open_folder(file: Path, settings: Settings) -> dict[str, Any]:
         return {}
     state = _read(file)
     now = _identity(settings)
-    before = state.get("settings", {})
-    changed = [f"{name} was {before.get(name)!r:.40}" for name in now if before.get(name) != now[name]]
+    before = _identity(type(settings)()) | state.get("settings", {})  # settings that are newer had their defaults
+    changed = [
+        f"{name} was {before.get(name)!r:.40}"
+        for name, value in now.items()
+        if before.get(name) != value and not _was_here(before.get(name), value, file.parent.name)
+    ]
     if changed:
         others = before.get("recipe") if before.get("recipe") != now["recipe"] else ""
         which = (
@@ -129,6 +135,11 @@ def open_folder(file: Path, settings: Settings) -> dict[str, Any]:
         )
         raise SettingsError(f"{file.parent} holds {which}; give another folder, or remove it")
     return state
+
+
+def _was_here(before: Any, now: Any, folder: str) -> bool:
+    """Whether a path that an earlier version wrote whole is one in the training's folder, wherever that was then."""
+    return str(now).startswith(HERE) and str(before).endswith(str(now).replace(HERE, f"/{folder}/", 1))
 
 
 def facts_of(settings: Settings, launch: Launch) -> dict[str, Any]:
@@ -147,7 +158,8 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _identity(settings: Settings) -> dict[str, Any]:
-    """Return the settings that a resumed training may not change."""
-    return {"recipe": type(settings).__name__} | {
-        name: value for name, value in asdict(settings).items() if name not in FREE
-    }
+    """Return the settings that a resumed training may not change; paths in its folder are as seen from there."""
+    inside = f"{settings.folder}/"
+    kept = {name: value for name, value in asdict(settings).items() if name not in FREE}
+    seen = {name: value.replace(inside, HERE, 1) for name, value in kept.items() if str(value).startswith(inside)}
+    return {"recipe": type(settings).__name__} | kept | seen

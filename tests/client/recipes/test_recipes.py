@@ -17,7 +17,7 @@ from gradwire.data import Conversation, DataError
 from gradwire.recipes import command, distill, dpo, grpo, ppo, reward, sft
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.folder import facts_of, next_steps, open_folder
-from gradwire.recipes.launch import Launch
+from gradwire.recipes.launch import ALONE, Launch
 from gradwire.recipes.settings import SettingsError
 from gradwire.recipes.tokens import RowEncoder
 from support.chats import chat_model
@@ -353,15 +353,34 @@ def test_a_folder_that_cannot_be_used_is_said_before_anything_starts(
 
 def test_another_trainings_folder_is_told_with_what_differs(tmp_path: Path) -> None:
     settings = sft.SFT(data="a", folder=str(tmp_path))
-    (tmp_path / "state.json").write_text(json.dumps(facts_of(settings)))
+    (tmp_path / "state.json").write_text(json.dumps(facts_of(settings, ALONE)))
     open_folder(tmp_path / "state.json", sft.SFT(data="a", folder=str(tmp_path), epochs=9))
     with pytest.raises(SettingsError, match="with other settings: max_tokens was 2048; give another folder"):
         open_folder(tmp_path / "state.json", sft.SFT(data="a", folder=str(tmp_path), max_tokens=9))
     (tmp_path / "rl").mkdir()
-    (tmp_path / "rl" / "state.json").write_text(json.dumps(facts_of(grpo.GRPO(data="a", folder=str(tmp_path / "rl")))))
+    (tmp_path / "rl" / "state.json").write_text(
+        json.dumps(facts_of(grpo.GRPO(data="a", folder=str(tmp_path / "rl")), ALONE))
+    )
     open_folder(tmp_path / "rl" / "state.json", grpo.GRPO(data="a", on_failure="warn"))  # as its error advises
     with pytest.raises(SettingsError, match="a training by another recipe, SFT; give another folder, or remove it"):
         open_folder(tmp_path / "state.json", dpo.DPO(data="a", folder=str(tmp_path)))
+
+
+def test_a_folder_may_be_moved_and_be_older_than_a_setting(tmp_path: Path) -> None:
+    def at(name: str, **more: Any) -> sft.SFT:
+        return sft.SFT(data=str(tmp_path / name / "files" / "a.jsonl"), folder=str(tmp_path / name), **more)
+
+    facts = facts_of(at("one"), ALONE)
+    (tmp_path / "two").mkdir()
+    state = tmp_path / "two" / "state.json"
+    whole = facts["settings"] | {"data": "/elsewhere/two/files/a.jsonl"}  # as earlier versions wrote it
+    for settings in (facts["settings"], whole, {k: v for k, v in whole.items() if k != "weight_decay"}):
+        state.write_text(json.dumps(facts | {"settings": settings}))
+        assert open_folder(state, at("two"))["settings"] == settings
+        with pytest.raises(SettingsError, match=r"weight_decay was 0.0"):
+            open_folder(state, at("two", weight_decay=0.5))
+        with pytest.raises(SettingsError, match=r"data was"):
+            open_folder(state, sft.SFT(data="/elsewhere/a.jsonl", folder=str(tmp_path / "two")))
 
 
 def test_columns_are_named_as_the_configuration_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

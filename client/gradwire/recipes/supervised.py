@@ -185,6 +185,7 @@ class _Steps(Generic[T]):
             "train/grad_norm": taken.grad_norm,
             "train/learning_rate": taken.learning_rate,
             "train/tokens": whole.num_tokens,
+            "train/computed_tokens": whole.num_computed_tokens,
             "time/engine_s": sum(loss.timings.engine_s for loss in losses),
         }
 

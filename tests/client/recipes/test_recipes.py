@@ -149,7 +149,7 @@ def near(estimate: Estimate | None, folder: Path, steps: int) -> bool:
     assert estimate is not None and estimate.steps == steps and estimate.seconds > 0
     total, trained = estimate.parameters
     assert estimate.memory_bytes == 4 * total + 12 * trained  # weights in float32; a gradient and two moments
-    return 0.7 < estimate.tokens / sum(curve(folder, "train/tokens")) < 1.4
+    return 0.7 < estimate.tokens / sum(curve(folder, "train/computed_tokens")) < 1.4
 
 
 def curve(folder: Path, name: str) -> list[float]:

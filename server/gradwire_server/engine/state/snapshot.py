@@ -54,15 +54,17 @@ def restore(
         OperationError: UNKNOWN_CHECKPOINT, CHECKPOINT_CORRUPT, or INVALID_ARGUMENT for a run of another kind; the run
             is then unchanged.
     """
-    return store.read(
-        path, lambda manifest: _restore(run, store, manifest, weights_only=weights_only, fresh_head=fresh_head)
-    )
+
+    def read(manifest: Manifest) -> Manifest:
+        return _restore(run, store, path, manifest, weights_only=weights_only, fresh_head=fresh_head)
+
+    return store.read(path, read)
 
 
 def _restore(
-    run: EngineRun, store: CheckpointStore, manifest: Manifest, *, weights_only: bool, fresh_head: bool
+    run: EngineRun, store: CheckpointStore, path: str, manifest: Manifest, *, weights_only: bool, fresh_head: bool
 ) -> Manifest:
-    path = manifest.path
+    """Restore from ``path``, which for a fork is its own copy of the checkpoint that the manifest names."""
     if manifest.weights_only and not weights_only:
         raise OperationError(
             training_pb2.ERROR_CODE_INVALID_ARGUMENT,

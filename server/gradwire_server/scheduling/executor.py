@@ -321,7 +321,9 @@ class RecordedBatches:
         call = training_call(header.operation) if share > 0 else None
         if call is None or call.accumulate:
             return False
-        if record.step == 0 and self._first.setdefault(record.run_id, header.seq) == header.seq:
+        if record.step:
+            self._first.pop(record.run_id, None)
+        elif self._first.setdefault(record.run_id, header.seq) == header.seq:
             return True
         drawn = hashlib.blake2b(f"{record.run_id}/{header.seq}".encode(), digest_size=8).digest()
         return int.from_bytes(drawn, "little") < share * 2**64

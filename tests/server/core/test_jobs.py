@@ -161,7 +161,7 @@ async def test_what_is_stored_is_what_was_stored(start: Start, tmp_path: Path) -
                 answer = await http.get(f"/v1/files/{file.file_id}/content")
                 assert answer.status_code == 422 and "data.jsonl" in answer.json()["error"]["message"]
                 assert (await http.get(f"/v1/files/{file.file_id}")).json()["status"] == "error"
-                command = app_of_backup(tmp_path, tmp_path.with_name(f"copy-{number}"))
+                command = await app_of_backup(tmp_path, tmp_path.with_name(f"copy-{number}"))
                 assert command.exit_code == 1 and file.file_id in command.output, command.output
                 with pytest.raises(Exception, match="is damaged"):
                     await asyncio.to_thread(restore, tmp_path.with_name(f"copy-{number}"), tmp_path / "x", print)
@@ -169,12 +169,12 @@ async def test_what_is_stored_is_what_was_stored(start: Start, tmp_path: Path) -
                 frames = [frame.chunk async for frame in stub.ReadFile(read)]
                 assert b"".join(frames) == content and again.digest == file.digest
                 assert (await http.get(f"/v1/files/{file.file_id}")).json()["status"] == "processed"
-        command = app_of_backup(tmp_path, tmp_path.with_name("whole"))
+        command = await app_of_backup(tmp_path, tmp_path.with_name("whole"))
         assert command.exit_code == 0, command.output
 
 
-def app_of_backup(state: Path, to: Path) -> Any:
-    return CliRunner().invoke(backup_app, [str(to), "--state-dir", str(state)])
+async def app_of_backup(state: Path, to: Path) -> Any:
+    return await asyncio.to_thread(CliRunner().invoke, backup_app, [str(to), "--state-dir", str(state)])
 
 
 async def test_files_are_stored_once_checked_and_deleted(

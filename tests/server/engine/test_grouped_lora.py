@@ -176,7 +176,7 @@ def test_products_in_buckets_are_those_in_turn(
     for scales in ([2.0] * 3, [2.0, 0.5, 1.0]):
         found = []
         for products in (InTurn(spans, scales), InBuckets(bucketed(spans, x.device), scales)):
-            output = adapters._LoraLinear.apply(x, None, weight, None, products, *pairs)  # type: ignore[no-untyped-call]
+            output = adapters._LoraLinear.apply(x, None, weight, None, products, False, *pairs)  # type: ignore[no-untyped-call]
             found.append([output, *torch.autograd.grad(output.sin().sum(), [x, *pairs])])
         for in_turn, in_buckets in zip(*found, strict=True):
             torch.testing.assert_close(in_buckets, in_turn, atol=10 * TOLERANCES[dtype], rtol=10 * TOLERANCES[dtype])
@@ -210,7 +210,7 @@ def test_grouped_kernels_give_what_products_in_turn_do(rng: torch.Generator) -> 
     assert alike(pairs, [2.0] * 3)
     found = []
     for products in (InTurn(spans, [2.0] * 3), ByKernels(torch.tensor([3, 11, 20], dtype=torch.int32), 2.0)):
-        output = adapters._LoraLinear.apply(x, None, weight, None, products, *pairs)  # type: ignore[no-untyped-call]
+        output = adapters._LoraLinear.apply(x, None, weight, None, products, False, *pairs)  # type: ignore[no-untyped-call]
         found.append([output, *torch.autograd.grad(output.sin().sum(), [x, *pairs])])
     for in_turn, grouped in zip(*found, strict=True):
         torch.testing.assert_close(grouped, in_turn)

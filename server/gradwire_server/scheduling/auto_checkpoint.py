@@ -137,7 +137,8 @@ class AutoCheckpoint:
             old = saved.name.startswith(AUTOMATIC) and saved.seq < previous
             if old and await self._checkpoints.user_of(record.run_id, saved.name) is None:
                 await self._checkpoints.delete(record, saved.name)
-        record.read_back = {name: saved for name, saved in record.read_back.items() if name in record.checkpoints}
+        for name in record.read_back.keys() - record.checkpoints.keys():
+            del record.read_back[name]
 
     async def _readable(self, record: RunRecord, checkpoint: pb.Checkpoint) -> bool:
         """Whether a checkpoint is there and was read back, now or earlier, byte by byte."""

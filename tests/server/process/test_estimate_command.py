@@ -16,7 +16,7 @@ pytestmark = pytest.mark.long
 
 PARTS = {
     "weights", "references", "adapters", "masters", "gradients", "moments", "activations", "logits", "passing",
-    "key_values", "known", "libraries", "images", "gathered",
+    "key_values", "known", "libraries", "images", "gathered", "panels",
 }  # fmt: skip
 
 

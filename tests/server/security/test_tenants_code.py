@@ -46,6 +46,7 @@ PLACES = {
     "client/gradwire/rl/viewer.py": ("page", FIXED),
     "server/gradwire_jobs/worker.py": ("_run_script", "an administrator's, with --job-scripts"),
     "server/gradwire_server/tokenizing/chat_template.py": ("_environment", "ChatTemplate.write", BOUNDED),
+    "server/gradwire_server/tokenizing/known_texts.py": ("KnownTexts.__init__", FIXED),  # a tokenizer's added tokens
     "server/gradwire_server/grammar_trial.py": ("tried", BOUNDED),
     "server/gradwire_server/grammar_forms.py": ("written", BOUNDED),
     "server/gradwire_server/doors/http/openai/call_readers.py": ("tagged", "written", "python_between", FIXED),

@@ -245,7 +245,7 @@ def _stop(reporter: JobReporter, working: asyncio.Task[list[str]]) -> None:
 
 
 def _failed(error: Exception, files: _Files) -> JobEnd:
-    """Describe an error to the job\'s owner."""
+    """Describe an error to the job's owner."""
     if isinstance(error, DataError | ColumnsError):
         message = files.named(error.where if isinstance(error, DataError) else str(error))
         return JobEnd("failed", error=message, error_code="invalid_training_file", param="training_file")

@@ -146,15 +146,19 @@ class ModelPool:
         Raises:
             OperationError: UNKNOWN_MODEL, or UNSUPPORTED if it cannot be loaded.
         """
-        exact = self.exact if exact is None else exact
-        if (name, exact) not in self._loaded:
+        key = name, exact = self._key(name, exact)
+        if key not in self._loaded:
             split_model = self.load(name, quantize=self.quantize, exact=exact)
             split_model.model.requires_grad_(False)
             other = self._loaded.get((name, not exact))
             if other is not None:
                 _share_weights(split_model.model, other.model)
-            self._loaded[name, exact] = split_model
-        return self._loaded[name, exact]
+            self._loaded[key] = split_model
+        return self._loaded[key]
+
+    def _key(self, name: str, exact: bool | None) -> tuple[str, bool]:
+        """The key of a shared copy; None stands for the pool's own setting."""
+        return name, self.exact if exact is None else exact
 
     def meta_model(self, name: str) -> PreTrainedModel:
         """A model without weights, to compute with shapes.
@@ -177,11 +181,11 @@ class ModelPool:
 
     def is_loaded(self, name: str, *, exact: bool | None = None) -> bool:
         """Whether the shared copy of a model is in memory."""
-        return (name, self.exact if exact is None else exact) in self._loaded
+        return self._key(name, exact) in self._loaded
 
     def release(self, name: str, *, exact: bool | None = None) -> None:
         """Drop the shared copy of a model, unless it has adapters."""
-        key = name, self.exact if exact is None else exact
+        key = self._key(name, exact)
         if key in self._loaded and self._loaded[key].adapters is None:
             del self._loaded[key]
 
@@ -330,9 +334,8 @@ def check_quantization(facts: ModelFacts, quantize: Quantization | None) -> None
 
 def _share_weights(model: PreTrainedModel, other: PreTrainedModel) -> None:
     """Let a model compute with the weights of another copy of it, in their place in memory."""
-    theirs = {
-        name.replace(".base_layer.", "."): weight for name, weight in other.named_parameters()
-    }  # of peft's layers
+    inside = ".base_layer."  # peft's layers hold the model's own
+    theirs = {name.replace(inside, "."): weight for name, weight in other.named_parameters()}
     for name, weight in model.named_parameters():
         weight.data = theirs[name].data
 

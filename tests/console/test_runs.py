@@ -67,6 +67,7 @@ def test_runs_are_ordered_filtered_and_grouped_by_what_they_measured(
     page.get_by_role("option", name="grad_norm").click()
     page.keyboard.press("Escape")
     expect(page.locator("thead")).to_contain_text("grad_norm")
+    page.wait_for_url(re.compile("figures="))  # the browser writes it after it has drawn
     page.goto(page.url)  # as someone does who was sent it
     expect(page.locator("thead")).to_contain_text("grad_norm")
     expect(groups).to_have_count(2)

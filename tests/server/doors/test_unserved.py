@@ -103,7 +103,7 @@ def test_tools_of_a_namespace_and_custom_tools_come_back_as_they_were_given(clie
     assert call.type == "function_call" and (call.namespace, call.name) == ("sums", "add")
     assert json.loads(call.arguments)["a"] in (1, 2)
     chosen: Any = {"type": "custom", "name": "patch"}
-    events = list(client.responses.create(**options, tool_choice=chosen, stream=True, max_output_tokens=400))
+    events = list(client.responses.create(**options, tool_choice=chosen, stream=True, max_output_tokens=700))
     (custom,) = events[-1].response.output  # type: ignore[union-attr]
     assert custom.type == "custom_tool_call" and custom.name == "patch"
     written = [event.input for event in events if event.type == "response.custom_tool_call_input.done"]

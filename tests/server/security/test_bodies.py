@@ -20,8 +20,7 @@ import httpx
 import pytest
 from gradwire_http.json_bounds import JsonBounds, UnboundedJsonError
 from support import costly_bodies, hostile, routes
-from support.costly_bodies import Costly
-from support.drawn_bodies import drawn_body
+from support.costly_bodies import Costly, drawn_body
 from support.scripted import until
 from support.served import Served
 from support.tinker import TinkerClient, datum, forward_backward, outputs

@@ -16,8 +16,9 @@ import pytest
 from gradwire.cli.app import app
 from gradwire_http.child_processes import start_process
 from support.chats import chat_model
-from support.jobs import SETTINGS, STEPS, finished, kill, reached, workers, write_data
+from support.jobs import SETTINGS, STEPS, finished, reached, workers, write_data
 from support.server import Server, free_port
+from support.stage import kill
 from typer.testing import CliRunner
 
 pytestmark = pytest.mark.long

@@ -13,8 +13,9 @@ import gradwire
 import openai
 import pytest
 from support.chats import chat_model
-from support.jobs import SETTINGS, curves, finished, kill, workers, write_data
+from support.jobs import SETTINGS, curves, finished, workers, write_data
 from support.server import Server, free_port
+from support.stage import kill
 from support.tinker import HttpServer
 
 pytestmark = pytest.mark.long

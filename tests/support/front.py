@@ -19,6 +19,7 @@ from gradwire_server.server import Server
 
 from support.blocking import DETECTOR
 from support.fake_engine import FakeEngine
+from support.keyed import code_of
 
 
 class Client:
@@ -98,13 +99,7 @@ def describe(result: pb.OperationResult) -> str:
     if result.status == pb.STATUS_SUCCEEDED:
         return "ok"
     cause = f"({result.error.cause_seq})" if result.error.cause_seq else ""
-    return pb.ErrorCode.Name(result.error.code).removeprefix("ERROR_CODE_").lower() + cause
-
-
-def error_of(caught: Any) -> pb.Error:
-    """The structured error of a failed RPC."""
-    metadata = dict(caught.value.trailing_metadata())
-    return pb.Error.FromString(metadata["gradwire-error-bin"])
+    return code_of(result.error) + cause
 
 
 class Door:

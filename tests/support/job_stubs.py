@@ -46,7 +46,3 @@ async def refused(call: Any) -> pb.Error:
     with pytest.raises(grpc.RpcError) as caught:
         await call
     return error_of(caught.value)
-
-
-def name_of(error: pb.Error) -> str:
-    return pb.ErrorCode.Name(error.code).removeprefix("ERROR_CODE_").lower()

@@ -1,12 +1,10 @@
-"""A server with jobs, data that they train on, and kills of its processes."""
+"""Jobs of a server, and data that they train on."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,13 +49,6 @@ def workers(pid: int) -> list[int]:
         if b"gradwire_jobs" in command and b"gradwire_jobs.check" not in command:
             found.append(child)
     return found
-
-
-def kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:  # it ended by itself
-        return
 
 
 def curves(events: Any) -> dict[int, Mapping[str, float]]:

@@ -85,8 +85,3 @@ class Engines:
         for file in files:
             found.update(file.read_bytes())
         return found.hexdigest()
-
-
-def children(pid: int) -> list[int]:
-    """The children of a process: the other ranks, of rank 0."""
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

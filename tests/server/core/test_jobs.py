@@ -25,7 +25,8 @@ from gradwire_server.core.jobs.specs import RECIPES
 from gradwire_server.journal.backup import backup, restore
 from gradwire_server.journal.repair import repair
 from support.front import Start, start
-from support.job_stubs import NO_WORKERS, ROW, create, name_of, refused, stub_of, upload
+from support.job_stubs import NO_WORKERS, ROW, create, refused, stub_of, upload
+from support.keyed import code_of
 from typer.testing import CliRunner
 
 __all__ = ["start"]
@@ -44,13 +45,13 @@ async def test_a_job_belongs_to_its_key(start: Start, tmp_path: Path) -> None:
                          "ReportJob")
         ]  # fmt: skip
         for name, request in about_job:
-            assert name_of(await refused(getattr(bob, name)(request))) == "unknown_job", name
-            assert name_of(await refused(getattr(nobody, name)(request))) == "unauthenticated", name
+            assert code_of(await refused(getattr(bob, name)(request))) == "unknown_job", name
+            assert code_of(await refused(getattr(nobody, name)(request))) == "unauthenticated", name
         for name in ("GetFile", "DeleteFile"):
             request = getattr(jobs, f"{name}Request")(file_id=file.file_id)
-            assert name_of(await refused(getattr(bob, name)(request))) == "unknown_file", name
-        assert name_of(await refused(bob.ReadFile(jobs.ReadFileRequest(file_id=file.file_id)).read())) == "unknown_file"
-        assert name_of(await refused(create(bob, data=file.file_id))) == "unknown_file"
+            assert code_of(await refused(getattr(bob, name)(request))) == "unknown_file", name
+        assert code_of(await refused(bob.ReadFile(jobs.ReadFileRequest(file_id=file.file_id)).read())) == "unknown_file"
+        assert code_of(await refused(create(bob, data=file.file_id))) == "unknown_file"
         assert not (await bob.ListJobs(jobs.ListJobsRequest())).jobs
         assert not (await bob.ListFiles(jobs.ListFilesRequest())).files
         assert [each.job_id for each in (await root.ListJobs(jobs.ListJobsRequest())).jobs] == [job.job_id]
@@ -60,9 +61,9 @@ async def test_a_job_belongs_to_its_key(start: Start, tmp_path: Path) -> None:
             lent = await stub_of(door, secret)
             assert (await lent.GetJob(jobs.GetJobRequest(job_id=job.job_id))).owner == "a"
             KeyFile(tmp_path).revoke("a")
-            assert name_of(await refused(lent.GetJob(jobs.GetJobRequest(job_id=job.job_id)))) == "unauthenticated"
+            assert code_of(await refused(lent.GetJob(jobs.GetJobRequest(job_id=job.job_id)))) == "unauthenticated"
         KeyFile(tmp_path).create("a")
-        assert name_of(await refused(lent.GetJob(jobs.GetJobRequest(job_id=job.job_id)))) == "unauthenticated"
+        assert code_of(await refused(lent.GetJob(jobs.GetJobRequest(job_id=job.job_id)))) == "unauthenticated"
 
 
 async def test_reports_are_fenced_and_repeated_steps_replaced(start: Start) -> None:
@@ -75,7 +76,7 @@ async def test_reports_are_fenced_and_repeated_steps_replaced(start: Start) -> N
             event = jobs.JobEvent(step=number, type="metrics", level="info", message=f"step {number}", data=data)
             return jobs.ReportJobRequest(job_id=job.job_id, attempt=attempt, events=[event], **more)
 
-        assert name_of(await refused(stub.ReportJob(step(1, 0, 1.0)))) == "stale_epoch"
+        assert code_of(await refused(stub.ReportJob(step(1, 0, 1.0)))) == "stale_epoch"
         await core.job_turns.begin(job.job_id)
         await stub.ReportJob(step(1, 1, 3.0))
         point = jobs.JobCheckpoint(step=2, path="run-x/step-2")
@@ -84,11 +85,11 @@ async def test_reports_are_fenced_and_repeated_steps_replaced(start: Start) -> N
         assert (reported.step, reported.trained_tokens, len(reported.checkpoints)) == (2, 20, 1)
         await core.job_turns.worker_ended(job.job_id, 1, -9)
         assert (await core.job_turns.begin(job.job_id)).attempt == 2
-        assert name_of(await refused(stub.ReportJob(step(2, 1, 9.0)))) == "stale_epoch"
+        assert code_of(await refused(stub.ReportJob(step(2, 1, 9.0)))) == "stale_epoch"
         await stub.ReportJob(step(2, 2, 2.5))
         end = jobs.ReportJobRequest(job_id=job.job_id, attempt=2, state="succeeded", result_files=["file-r"])
         assert (await stub.ReportJob(end)).state == "succeeded"
-        assert name_of(await refused(stub.ReportJob(end))) == "stale_epoch"
+        assert code_of(await refused(stub.ReportJob(end))) == "stale_epoch"
         answer = await stub.ListJobEvents(jobs.ListJobEventsRequest(job_id=job.job_id, oldest_first=True))
         losses = [json.loads(event.data)["train/loss"] for event in answer.events if event.type == "metrics"]
         assert losses == [3.0, 2.5]
@@ -113,7 +114,7 @@ async def test_what_is_acknowledged_survives_a_restart(start: Start, tmp_path: P
         assert (await stub.GetJob(jobs.GetJobRequest(job_id=running.job_id))).state == "queued"
         settings = json.loads(job.spec.settings)
         assert (await create(stub, "key", **settings)).job_id == job.job_id
-        assert name_of(await refused(create(stub, "key", **settings | {"seed": 5}))) == "already_exists"
+        assert code_of(await refused(create(stub, "key", **settings | {"seed": 5}))) == "already_exists"
         assert sorted(path.name for path in (tmp_path / "files").iterdir()) == [hashlib.sha256(ROW * 3).hexdigest()]
 
 
@@ -157,7 +158,7 @@ async def test_what_is_stored_is_what_was_stored(start: Start, tmp_path: Path) -
                 if damaged is not None:
                     stored.write_bytes(damaged)
                 error = await refused(stub.ReadFile(read).read())
-                assert name_of(error) == "checkpoint_corrupt" and file.file_id in error.message, number
+                assert code_of(error) == "checkpoint_corrupt" and file.file_id in error.message, number
                 answer = await http.get(f"/v1/files/{file.file_id}/content")
                 assert answer.status_code == 422 and "data.jsonl" in answer.json()["error"]["message"]
                 assert (await http.get(f"/v1/files/{file.file_id}")).json()["status"] == "error"
@@ -189,12 +190,12 @@ async def test_files_are_stored_once_checked_and_deleted(
         assert (await upload(stub, key="k")).file_id == kept
         for other in ({"content": ROW * 4}, {"filename": "other.jsonl"}, {"purpose": "script"}):
             error = await refused(upload(stub, key="k", **other))
-            assert name_of(error) == "already_exists" and kept in error.message and error.field == "idempotency_key"
+            assert code_of(error) == "already_exists" and kept in error.message and error.field == "idempotency_key"
         job = await create(stub, key="j")
         assert (await create(stub, key="j")).job_id == job.job_id  # of another file with the same content
-        assert name_of(await refused(create(stub, key="j", seed=2))) == "already_exists"
+        assert code_of(await refused(create(stub, key="j", seed=2))) == "already_exists"
         other_data = (await upload(stub, ROW * 4)).file_id
-        assert name_of(await refused(create(stub, key="j", data=other_data))) == "already_exists"
+        assert code_of(await refused(create(stub, key="j", data=other_data))) == "already_exists"
         await stub.CancelJob(jobs.CancelJobRequest(job_id=job.job_id))
         chunks = [frame.chunk async for frame in stub.ReadFile(jobs.ReadFileRequest(file_id=first.file_id))]
         assert b"".join(chunks) == ROW * 3
@@ -212,7 +213,7 @@ async def test_files_are_stored_once_checked_and_deleted(
         assert (await stub.GetFile(jobs.GetFileRequest(file_id=soon.file_id))).expires_at == soon.expires_at
         monkeypatch.setattr(time, "time", lambda now=time.time: now() + 3601)
         assert await stub.ListFiles(jobs.ListFilesRequest()) == jobs.ListFilesResponse()
-        assert name_of(await refused(stub.GetFile(jobs.GetFileRequest(file_id=soon.file_id)))) == "unknown_file"
+        assert code_of(await refused(stub.GetFile(jobs.GetFileRequest(file_id=soon.file_id)))) == "unknown_file"
         await upload(stub, ROW)
         assert len(list((tmp_path / "files").iterdir())) == 1
         for file, field in [({"purpose": "assistants"}, "purpose"), ({"filename": ""}, "file")]:
@@ -278,7 +279,7 @@ async def test_wrong_requests_are_told(start: Start) -> None:
         page = jobs.ListJobsRequest(after="ftjob-none")
         assert (await refused(stub.ListJobs(page))).field == "after"
         job = await create(stub)
-        assert name_of(await refused(stub.DeleteJob(jobs.DeleteJobRequest(job_id=job.job_id)))) == "unsupported"
+        assert code_of(await refused(stub.DeleteJob(jobs.DeleteJobRequest(job_id=job.job_id)))) == "unsupported"
 
 
 async def test_scripts_are_for_administrators(start: Start, tmp_path: Path) -> None:
@@ -292,7 +293,7 @@ async def test_scripts_are_for_administrators(start: Start, tmp_path: Path) -> N
             if allowed:
                 assert (await call).state == "queued"
             else:
-                assert name_of(await refused(call)) == "permission_denied"
+                assert code_of(await refused(call)) == "permission_denied"
 
 
 async def test_a_worker_that_cannot_be_started_is_tried_again_and_then_given_up(

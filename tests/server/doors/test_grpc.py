@@ -29,7 +29,8 @@ from gradwire_server.errors import ServiceError
 from gradwire_server.server import Server
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.fake_engine import FakeEngine
-from support.front import Client, Door, Start, error_of
+from support.front import Client, Door, Start
+from support.keyed import error_of
 from support.scripted import until
 
 
@@ -65,7 +66,7 @@ async def test_a_mistake_of_the_server_leaves_as_a_number(door: Door, monkeypatc
     client = await (await door.client()).begin()
     with pytest.raises(grpc.RpcError) as caught:
         await client.stub.AckResults(pb.AckResultsRequest(run_id=client.run_id, up_to_seq=1, epoch=client.epoch))
-    error = error_of(caught)
+    error = error_of(caught.value)
     assert caught.value.code() == grpc.StatusCode.INTERNAL and error.code == pb.ERROR_CODE_INTERNAL
     assert error.request_id in error.message and "secret" not in error.message
 
@@ -200,7 +201,7 @@ async def test_frames_out_of_order_end_the_stream(door: Door, frames: list[pb.Su
     await client.send(*frames)
     with pytest.raises(grpc.RpcError) as caught:
         await client.ack()
-    assert error_of(caught).code == pb.ERROR_CODE_INVALID_ARGUMENT
+    assert error_of(caught.value).code == pb.ERROR_CODE_INVALID_ARGUMENT
 
 
 async def test_what_does_not_exist_is_unknown(door: Door) -> None:
@@ -213,7 +214,7 @@ async def test_what_does_not_exist_is_unknown(door: Door) -> None:
     ):  # fmt: skip
         with pytest.raises(grpc.RpcError) as caught:
             await call
-        assert error_of(caught).code == pb.ERROR_CODE_UNKNOWN_RUN
+        assert error_of(caught.value).code == pb.ERROR_CODE_UNKNOWN_RUN
     for call in (
         stub.ForkRun(pb.ForkRunRequest(checkpoint="run-nobody/x")),
         stub.DeleteCheckpoint(pb.DeleteCheckpointRequest(checkpoint="../../etc")),
@@ -221,10 +222,12 @@ async def test_what_does_not_exist_is_unknown(door: Door) -> None:
     ):
         with pytest.raises(grpc.RpcError) as caught:
             await call
-        assert error_of(caught).code == pb.ERROR_CODE_UNKNOWN_CHECKPOINT
+        assert error_of(caught.value).code == pb.ERROR_CODE_UNKNOWN_CHECKPOINT
     with pytest.raises(grpc.RpcError) as caught:
         await stub.CreateRun(pb.CreateRunRequest(config=pb.RunConfig(base_model="gpt-9")))
-    assert error_of(caught).code == pb.ERROR_CODE_UNKNOWN_MODEL and "it has tiny" in error_of(caught).message
+    assert (
+        error_of(caught.value).code == pb.ERROR_CODE_UNKNOWN_MODEL and "it has tiny" in error_of(caught.value).message
+    )
 
 
 @pytest.mark.parametrize(
@@ -242,7 +245,7 @@ async def test_a_run_that_makes_no_sense_is_not_made(door: Door, config: dict[st
     client = await door.client()
     with pytest.raises(grpc.RpcError) as caught:
         await client.begin(**config)
-    assert error_of(caught).field == field
+    assert error_of(caught.value).field == field
 
 
 async def test_one_key_makes_one_run(door: Door) -> None:
@@ -253,7 +256,7 @@ async def test_one_key_makes_one_run(door: Door) -> None:
     request.config.seed = 1
     with pytest.raises(grpc.RpcError) as caught:
         await client.stub.CreateRun(request)
-    assert error_of(caught).code == pb.ERROR_CODE_ALREADY_EXISTS
+    assert error_of(caught.value).code == pb.ERROR_CODE_ALREADY_EXISTS
 
 
 async def test_two_with_one_key_in_one_turn_of_the_loop_make_one_run(door: Door) -> None:
@@ -276,7 +279,7 @@ async def test_runs_are_listed_in_pages_and_their_number_is_bounded(start: Start
         assert listed == made
         with pytest.raises(grpc.RpcError) as caught:
             await client.begin()
-        assert error_of(caught).code == pb.ERROR_CODE_LIMIT_EXCEEDED
+        assert error_of(caught.value).code == pb.ERROR_CODE_LIMIT_EXCEEDED
 
 
 async def test_a_checkpoint_downloads_whole(door: Door, tmp_path: Path) -> None:
@@ -338,7 +341,7 @@ async def test_streams_end_with_a_word_when_the_server_stops(start: Start) -> No
         for task in (reading, acking):
             with pytest.raises(grpc.RpcError) as caught:
                 await task
-            assert error_of(caught).code == pb.ERROR_CODE_SHUTTING_DOWN
+            assert error_of(caught.value).code == pb.ERROR_CODE_SHUTTING_DOWN
 
 
 async def test_a_fault_in_starting_the_engine_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

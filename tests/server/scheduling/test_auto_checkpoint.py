@@ -20,7 +20,8 @@ from gradwire_server.observability.metrics import Present
 from gradwire_server.scheduling import executor
 from gradwire_server.server import Server
 from support.fake_engine import FakeEngine
-from support.front import Client, Door, Start, error_of
+from support.front import Client, Door, Start
+from support.keyed import error_of
 from support.scripted import until
 
 
@@ -316,7 +317,7 @@ async def test_what_a_crash_kept_from_being_entered_is_removed(start: Start, tmp
 async def refused(call: Any) -> str:
     with pytest.raises(grpc.RpcError) as caught:
         await call
-    error = error_of(caught)
+    error = error_of(caught.value)
     assert error.code == pb.ERROR_CODE_UNSUPPORTED
     return error.message
 
@@ -435,7 +436,7 @@ async def test_results_that_nobody_fetches_are_forgotten_after_a_while(
         assert await client.statuses(1, 2) == ["ok"]
         with pytest.raises(grpc.RpcError) as caught:
             await client.results(1)
-        assert error_of(caught).code == pb.ERROR_CODE_RESULT_RELEASED
+        assert error_of(caught.value).code == pb.ERROR_CODE_RESULT_RELEASED
 
 
 async def test_a_shutdown_says_what_it_left(start: Start) -> None:

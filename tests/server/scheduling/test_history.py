@@ -8,7 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
-from support.front import Client, Start, error_of
+from support.front import Client, Start
+from support.keyed import error_of
 
 
 async def record(client: Client, run_id: str = "", at_most: int = 0) -> list[pb.HistoryPoint]:
@@ -103,7 +104,7 @@ async def test_it_goes_with_its_run(start: Start, tmp_path: Path) -> None:
         await client.stub.DeleteRun(pb.DeleteRunRequest(run_id=client.run_id))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await record(client)
-        assert error_of(caught).code == pb.ERROR_CODE_UNKNOWN_RUN
+        assert error_of(caught.value).code == pb.ERROR_CODE_UNKNOWN_RUN
     with sqlite3.connect(tmp_path / "gradwire.db") as database:
         tables = ("history", "history_kinds")
         assert [database.execute(f"SELECT count(*) FROM {table}").fetchone() for table in tables] == [(0,), (0,)]

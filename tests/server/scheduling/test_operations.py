@@ -16,7 +16,8 @@ from gradwire_server.journal.rows import StoredResult
 from gradwire_server.scheduling import admission
 from gradwire_server.scheduling.finished_operations import RECENT_BYTES
 from gradwire_server.scheduling.who_is_next import SMALL_AHEAD
-from support.front import Client, Door, Start, error_of
+from support.front import Client, Door, Start
+from support.keyed import error_of
 from support.scripted import until
 
 
@@ -154,7 +155,7 @@ async def test_a_second_writer_must_take_over_and_the_first_is_told(door: Door) 
     await first.fb(1)
     with pytest.raises(grpc.RpcError) as caught:
         await second.open(first.run_id, "other")
-    assert error_of(caught).code == pb.ERROR_CODE_RUN_BUSY and "'me'" in error_of(caught).message
+    assert error_of(caught.value).code == pb.ERROR_CODE_RUN_BUSY and "'me'" in error_of(caught.value).message
     await first.send(*first.frames(3, optim_step=pb.OptimStep()))  # waits for 2
     await asyncio.sleep(0.05)
     await second.open(first.run_id, "other", takeover=True)
@@ -187,7 +188,7 @@ async def test_released_results_are_gone_and_their_numbers_stay_known(door: Door
     await client.stub.AckResults(pb.AckResultsRequest(run_id=client.run_id, up_to_seq=2, epoch=client.epoch))
     with pytest.raises(grpc.RpcError) as caught:
         await client.results(1, from_seq=2)
-    assert error_of(caught).code == pb.ERROR_CODE_RESULT_RELEASED
+    assert error_of(caught.value).code == pb.ERROR_CODE_RESULT_RELEASED
     assert await client.statuses(1, from_seq=0) == ["ok"]  # 0: from the first that is there
     assert (await client.fb(2)).duplicate
     assert (await client.stub.GetRun(pb.GetRunRequest(run_id=client.run_id))).released_seq == 2
@@ -208,7 +209,7 @@ async def test_results_that_are_released_while_another_reads_them_are_not_called
     monkeypatch.setattr(Journal, "results", released_first)
     with pytest.raises(grpc.RpcError) as caught:
         await client.results(1)
-    assert error_of(caught).code == pb.ERROR_CODE_RESULT_RELEASED
+    assert error_of(caught.value).code == pb.ERROR_CODE_RESULT_RELEASED
 
 
 async def test_what_has_not_started_can_be_cancelled_and_what_has_cannot(door: Door) -> None:
@@ -225,7 +226,7 @@ async def test_what_has_not_started_can_be_cancelled_and_what_has_cannot(door: D
     assert [await cancel(1), await cancel(2)] == [False, True]
     with pytest.raises(grpc.RpcError) as caught:
         await cancel(9)
-    assert error_of(caught).code == pb.ERROR_CODE_UNKNOWN_OPERATION
+    assert error_of(caught.value).code == pb.ERROR_CODE_UNKNOWN_OPERATION
     door.engine.gate.set()
     assert await client.statuses(3) == ["ok", "cancelled", "ok"]
     assert door.engine.runs[client.run_id].history == ["1", "3"]
@@ -303,7 +304,7 @@ async def test_a_deleted_run_ends_its_readers_and_is_unknown(door: Door) -> None
     await client.stub.DeleteRun(pb.DeleteRunRequest(run_id=client.run_id))
     with pytest.raises(grpc.RpcError) as caught:
         await reading
-    assert error_of(caught).code == pb.ERROR_CODE_UNKNOWN_RUN
+    assert error_of(caught.value).code == pb.ERROR_CODE_UNKNOWN_RUN
     assert (await client.fb(1)).error.code == pb.ERROR_CODE_UNKNOWN_RUN
     assert client.run_id not in door.engine.runs
 

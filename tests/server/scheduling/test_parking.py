@@ -11,7 +11,8 @@ from gradwire_server.errors import ServiceError
 from gradwire_server.scheduling import dispatcher
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.fake_engine import FakeEngine
-from support.front import Client, Door, Start, error_of
+from support.front import Client, Door, Start
+from support.keyed import error_of
 from support.scripted import until
 
 SHORT = ServiceError(pb.ERROR_CODE_OUT_OF_MEMORY, "the model does not fit")
@@ -96,7 +97,7 @@ async def test_what_waits_in_a_parked_run_can_be_discarded(start: Start, monkeyp
         assert "discarded by the run's owner" in results[1][0].error.message
         with pytest.raises(grpc.RpcError) as caught:
             await discard(again)
-        assert error_of(caught).code == pb.ERROR_CODE_UNSUPPORTED
+        assert error_of(caught.value).code == pb.ERROR_CODE_UNSUPPORTED
         door.engine.restore_error = None
         await again.fb(5, "d")
         assert await again.statuses(1, 5) == ["ok"]

@@ -16,7 +16,8 @@ from gradwire_server.access.keys import Caller
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal.database import Database
 from gradwire_server.journal.same_state import divergence, is_comparable
-from support.front import Client, Door, Start, error_of
+from support.front import Client, Door, Start
+from support.keyed import error_of
 from support.scripted import until
 
 
@@ -214,7 +215,7 @@ async def test_deleting_a_checkpoint_lets_the_journal_be_repeated_from_the_one_b
         await client.stub.DeleteCheckpoint(pb.DeleteCheckpointRequest(checkpoint=f"{client.run_id}/two"))
         with pytest.raises(grpc.RpcError) as caught:
             await client.stub.DeleteCheckpoint(pb.DeleteCheckpointRequest(checkpoint=f"{client.run_id}/two"))
-        assert error_of(caught).code == pb.ERROR_CODE_UNKNOWN_CHECKPOINT
+        assert error_of(caught.value).code == pb.ERROR_CODE_UNKNOWN_CHECKPOINT
     async with start() as door:
         client = await (await door.client()).open(client.run_id)
         await client.fb(5, "c")
@@ -265,7 +266,7 @@ async def test_a_creation_that_the_engine_refuses_leaves_nothing(door: Door) -> 
     client = await door.client()
     with pytest.raises(grpc.RpcError) as caught:
         await client.begin(lora=pb.LoraSettings(rank=101))
-    assert (error_of(caught).code, error_of(caught).field) == (pb.ERROR_CODE_INVALID_ARGUMENT, "lora.rank")
+    assert (error_of(caught.value).code, error_of(caught.value).field) == (pb.ERROR_CODE_INVALID_ARGUMENT, "lora.rank")
     assert not (await client.stub.ListRuns(pb.ListRunsRequest())).runs
 
 
@@ -285,7 +286,7 @@ async def test_a_run_that_cannot_be_restored_is_parked_and_says_why(start: Start
         assert parked.code == pb.ERROR_CODE_PAYLOAD_CORRUPT and "operation 1" in parked.message
         with pytest.raises(grpc.RpcError) as caught:
             await client.results(1, 2)
-        error = error_of(caught)
+        error = error_of(caught.value)
         assert error.code == pb.ERROR_CODE_RUN_PARKED and parked.message in error.message
 
 

@@ -14,7 +14,8 @@ from gradwire_server.access.turns import Turns
 from gradwire_server.errors import ServiceError
 from gradwire_server.limits import Limits
 from support.access import rpcs
-from support.front import Start, error_of
+from support.front import Start
+from support.keyed import error_of
 from support.scripted import until
 
 
@@ -190,7 +191,7 @@ async def test_a_call_without_a_request_is_refused(start: Start) -> None:
         call = client.channel.stream_unary("/gradwire.v1.TrainingService/GetRun")
         with pytest.raises(Exception, match="has no request") as caught:
             await call(iter(()))
-        assert error_of(caught).code == pb.ERROR_CODE_INVALID_ARGUMENT
+        assert error_of(caught.value).code == pb.ERROR_CODE_INVALID_ARGUMENT
 
 
 async def test_a_share_that_its_caller_leaves_is_written_before_the_next(

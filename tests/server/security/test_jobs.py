@@ -15,7 +15,8 @@ from gradwire_proto.v1 import jobs_pb2 as jobs
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.core.jobs import file_parts, grading
 from gradwire_server.core.jobs.specs import settings_of
-from support.job_stubs import NO_WORKERS, create, name_of, refused, stub_of, upload
+from support.job_stubs import NO_WORKERS, create, refused, stub_of, upload
+from support.keyed import code_of
 
 FAR = 2**64 - 1
 """More than SQLite, or the position in a file, can be."""
@@ -28,7 +29,7 @@ async def test_only_its_worker_reports_on_a_job(keyed: Any) -> None:
         await core.job_turns.begin(job.job_id)
         lie = jobs.JobEvent(step=FAR, type="metrics", data="[1]", created_at=math.nan)
         report = jobs.ReportJobRequest(job_id=job.job_id, attempt=1, events=[lie], run_id="run-of-another")
-        assert name_of(await refused(ada.ReportJob(report))) == "permission_denied"
+        assert code_of(await refused(ada.ReportJob(report))) == "permission_denied"
         with core.keys.lent("ada") as secret:
             worker = await stub_of(door.door, secret)
             await worker.ReportJob(jobs.ReportJobRequest(job_id=job.job_id, attempt=1, total_steps=3))
@@ -38,10 +39,10 @@ async def test_only_its_worker_reports_on_a_job(keyed: Any) -> None:
             ]  # fmt: skip
             for event in wrong:
                 report = jobs.ReportJobRequest(job_id=job.job_id, attempt=1, events=[event])
-                assert name_of(await refused(worker.ReportJob(report))) == "invalid_argument", event
+                assert code_of(await refused(worker.ReportJob(report))) == "invalid_argument", event
             point = jobs.JobCheckpoint(step=1, path="run-x/a", metrics="{")
             report = jobs.ReportJobRequest(job_id=job.job_id, attempt=1, checkpoints=[point])
-            assert name_of(await refused(worker.ReportJob(report))) == "invalid_argument"
+            assert code_of(await refused(worker.ReportJob(report))) == "invalid_argument"
         known = await ada.GetJob(jobs.GetJobRequest(job_id=job.job_id))
         assert (known.step, known.trained_tokens, known.run_id, known.total_steps) == (0, 0, "", 3)
 
@@ -53,12 +54,12 @@ async def test_what_a_door_keeps_with_a_job_is_no_callers_to_write(keyed: Any) -
         file = await upload(ada)
         spec = jobs.JobSpec(recipe="sft", settings=json.dumps({"model": "tiny", "data": file.file_id}), note="{}")
         error = await refused(ada.CreateJob(jobs.CreateJobRequest(spec=spec)))
-        assert (name_of(error), error.field) == ("invalid_argument", "note")
+        assert (code_of(error), error.field) == ("invalid_argument", "note")
         await upload(ada, expires_at=time.time() + 3600)
         for expires_at in (math.inf, math.nan, 1e300):
-            assert name_of(await refused(upload(ada, expires_at=expires_at))) == "invalid_argument"
+            assert code_of(await refused(upload(ada, expires_at=expires_at))) == "invalid_argument"
         for filename in ("a\0.jsonl", "a\n.jsonl", "\x1b[2J.jsonl"):
-            assert name_of(await refused(upload(ada, filename=filename))) == "invalid_argument"
+            assert code_of(await refused(upload(ada, filename=filename))) == "invalid_argument"
         async with httpx.AsyncClient(base_url=door.door.server.http.url) as http:
             for name, path in (("ada", "files"), ("ada", "fine_tuning/jobs"), ("root", "fine_tuning/jobs")):
                 headers = {"X-API-Key": door.secrets[name]}

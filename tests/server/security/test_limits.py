@@ -15,8 +15,8 @@ from gradwire_proto import codec
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
 from gradwire_server.limits import Limits
-from support.front import Start, error_of
-from support.keyed import code_of, outcome
+from support.front import Start
+from support.keyed import code_of, error_of, outcome
 
 
 def ids(*rows: list[int], name: str = "input_ids") -> dict[str, Any]:
@@ -333,4 +333,4 @@ async def test_images_and_grammars_count_against_the_tokens_of_their_key(start: 
             ).read()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.stub.Sample(pb.SampleRequest(model="tiny", call=pb.SampleCall(**SAMPLE))).read()
-        assert error_of(caught).rule == "tokens_per_minute = 100"
+        assert error_of(caught.value).rule == "tokens_per_minute = 100"

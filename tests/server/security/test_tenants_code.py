@@ -19,7 +19,8 @@ from gradwire.rl.rewards import math_answer
 from gradwire_proto.v1 import jobs_pb2 as jobs
 from gradwire_server.access.signing import SIGNING_KEY, URL_SECRET, UrlSecret, sign, signer
 from gradwire_server.cli import keys
-from support.job_stubs import NO_WORKERS, name_of, refused, stub_of, upload
+from support.job_stubs import NO_WORKERS, refused, stub_of, upload
+from support.keyed import code_of
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[3]
@@ -229,10 +230,10 @@ async def test_settings_of_jobs_name_no_code(keyed: Any) -> None:
         for what, settings in REFUSED.items():
             spec = jobs.JobSpec(recipe="grpo", settings=json.dumps({"model": "tiny", "data": data} | settings))
             error = await refused(ada.CreateJob(jobs.CreateJobRequest(spec=spec)))
-            assert (name_of(error), error.field) == ("invalid_argument", next(iter(settings))), what
+            assert (code_of(error), error.field) == ("invalid_argument", next(iter(settings))), what
         script = (await upload(ada, b"print(1)", purpose="script", filename="a.py")).file_id
         spec = jobs.JobSpec(recipe="script", settings=json.dumps({"script": script}))
-        assert name_of(await refused(ada.CreateJob(jobs.CreateJobRequest(spec=spec)))) == "permission_denied"
+        assert code_of(await refused(ada.CreateJob(jobs.CreateJobRequest(spec=spec)))) == "permission_denied"
 
 
 MATHEMATICS = [

@@ -14,8 +14,9 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine.operations.training import COMPARED_STEPS
 from gradwire_server.engine.process.pulse import BROKEN
 from gradwire_server.engine_link.frames import LinkClosed
+from support.child import children
 from support.engine import Driver, EngineProcess, LocalEngine, loss_call, token_rows
-from support.ranks import CAUSAL, FAILING, ROWS, STEP, Engines, children
+from support.ranks import CAUSAL, FAILING, ROWS, STEP, Engines
 from support.stage import wait_for
 
 pytestmark = pytest.mark.long

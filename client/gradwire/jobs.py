@@ -13,7 +13,7 @@ from typing import Any
 
 from gradwire_proto.v1 import jobs_pb2 as pb
 
-from gradwire.errors import InvalidArgumentError
+from gradwire.errors import InvalidArgumentError, InvalidRequestError
 from gradwire.files import Files
 from gradwire.wire.transport import Transport
 
@@ -185,25 +185,28 @@ class Jobs:
             idempotency_key: The same key again, with the same settings and files, returns the job that it made.
 
         Raises:
-            SettingsError: A setting is unknown or out of range.
-            InvalidArgumentError: A file is missing, or some lines of it cannot be used.
+            InvalidArgumentError: A setting is unknown or out of range, a file is missing, or some lines of it cannot be
+                used. Files that were uploaded for a refused job are deleted unless there is an ``idempotency_key``.
             AlreadyExistsError: The key made a job with other settings or files.
         """
-        from gradwire.recipes.command import settings_of
-
         arguments = dataclasses.asdict(settings) if dataclasses.is_dataclass(settings) else dict(settings)  # type: ignore[arg-type]
         if dataclasses.is_dataclass(settings):
             arguments = {key: value for key, value in arguments.items() if key not in SERVERS_OWN}
-        if recipe != "script":
-            settings_of(recipe, arguments)
+        uploaded = list[str]()
         for key in FILE_SETTINGS:
             if isinstance(arguments.get(key), list):
                 raise InvalidArgumentError(f"{key} is a list: a job trains on one file, so join them", field=key)
             if (value := arguments.get(key)) and not str(value).startswith("file-"):
                 arguments[key] = await self._uploaded(str(value), key, idempotency_key)
+                uploaded.append(arguments[key])
         spec = pb.JobSpec(recipe=recipe, settings=json.dumps(arguments), name=name, metadata=metadata)
         request = pb.CreateJobRequest(spec=spec, idempotency_key=idempotency_key or secrets.token_hex(16))
-        return Job.from_message(await self._transport.job_call(lambda stub: stub.CreateJob, request))
+        try:
+            return Job.from_message(await self._transport.job_call(lambda stub: stub.CreateJob, request))
+        except InvalidRequestError:
+            for file_id in uploaded if not idempotency_key else ():
+                await self._files.delete(file_id)
+            raise
 
     async def get(self, job_id: str) -> Job:
         """Fetch a job."""

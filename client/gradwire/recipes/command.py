@@ -94,8 +94,9 @@ def settings_kind(recipe: str) -> type[Settings]:
 
 def is_on_rewards(recipe: str) -> bool:
     """Whether a recipe trains on rewards, in iterations that are counted from 0."""
-    rewarded = importlib.import_module("gradwire.recipes.rl").RLSettings  # it imports the client, and that this
-    return issubclass(settings_kind(recipe), rewarded)
+    from gradwire.recipes.rl import RLSettings
+
+    return issubclass(settings_kind(recipe), RLSettings)
 
 
 async def train(recipe: str, settings: Settings, launch: Launch = ALONE) -> None:

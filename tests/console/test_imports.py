@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-PAGES = "import gradwire_console.application, gradwire_feedback.application"
+PAGES = "import gradwire_console.application, gradwire_feedback.running"
 
 
 @pytest.mark.parametrize(

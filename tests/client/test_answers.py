@@ -32,7 +32,7 @@ async def refuse(context: Any, code: Code) -> None:
 
 
 async def test_no_answer_to_an_acknowledgement_of_results_ends_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.wire.result_stream.ACK_INTERVAL_S", 0.001)
+    monkeypatch.setattr("gradwire.wire.link.ACK_INTERVAL_S", 0.001)
     refused: list[Code] = []
 
     class Refusing(ScriptedService):
@@ -75,7 +75,7 @@ async def test_a_run_is_created_once_a_full_disk_has_room(caplog: pytest.LogCapt
 
 
 async def test_what_keeps_a_run_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("gradwire.wire.result_stream.PATIENCE_S", 0.01)
+    monkeypatch.setattr("gradwire.wire.link.PATIENCE_S", 0.01)
     answers = ["", "room", "room", "", "engine 0", "engine 0"]
     asked = 0
 

@@ -14,9 +14,9 @@ import gradwire
 import numpy as np
 import pytest
 from gradwire.rl import GRPOAlgorithm, REINFORCEAlgorithm, RolloutManager, SimpleTextEnvironment, reward_function
+from gradwire.rl.batching import in_parts
 from gradwire.rl.generation import Generation, SamplingParams
 from gradwire.rl.inference import OpenAIInference, RunInference
-from gradwire.rl.response_parts import in_parts
 from gradwire.rl.rows import TrainingBatch, rows_of
 from gradwire.rl.types import Trajectory
 from support.checking_run import CheckingRun, config

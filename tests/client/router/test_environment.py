@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gradwire.router import LinearPolicy, RouterEnvironment
-from gradwire.router.rollouts import collect, concatenate
+from gradwire.router.trainer import collect, concatenate
 from gradwire.router.world import MODES, RewardWeights, World
 from gymnasium.utils.env_checker import check_env
 

@@ -11,29 +11,76 @@ This is meant for your own code. Code written by a policy runs under stricter li
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import os
 import pickle
 import queue
+import re
 import select
 import struct
 import subprocess
 import sys
+import sysconfig
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, Literal
 
 from gradwire.errors import UnsupportedError
 from gradwire.futures import running_loop
 from gradwire.rl.rewards.portable import capture
-from gradwire.rl.rewards.sealed import places
 
 logger = logging.getLogger("gradwire.rl")
+
+
+PACKAGES = (
+    "numpy", "scipy", "pandas", "sympy", "scikit-learn", "rapidfuzz", "nltk", "rouge-score", "sacrebleu", "math-verify",
+    "jsonschema", "pydantic", "PyYAML", "deepdiff", "sqlparse",
+)  # fmt: skip
+"""Packages that others' code may import where they are installed, with those that they need."""
+NOT_OF_PYTHON = ("site-packages", "dist-packages", "test", "idlelib", "lib2to3", "ensurepip", "__pycache__")
+"""In the folder of Python's library."""
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
+
+
+@functools.cache
+def places() -> dict[str, list[str]]:
+    """The folders and files that are ``shown``, those that there are, and what of them is ``hidden``."""
+    machine = sysconfig.get_config_var("MULTIARCH") or ""
+    libraries = ["/lib64", "/usr/lib64", f"/lib/{machine}", f"/usr/lib/{machine}", "/etc/ld.so.cache"]
+    library = os.path.realpath(sysconfig.get_path("stdlib"))
+    hidden = [os.path.join(library, each) for each in NOT_OF_PYTHON]
+    known = [library, *libraries, "/usr/share/zoneinfo", *map(os.path.realpath, _packages())]
+    kept: list[str] = []
+    for place in sorted({each for each in known if os.path.exists(each)}, key=len):
+        above = [each for each in (*kept, *hidden) if place.startswith(each + "/")]
+        if not above or max(above, key=len) in hidden:
+            kept.append(place)
+    return {"shown": kept, "hidden": [each for each in hidden if os.path.isdir(each)]}
+
+
+def _packages() -> list[str]:
+    found: dict[str, Distribution] = {}
+    wanted = list(PACKAGES)
+    while wanted:
+        name = wanted.pop()
+        try:
+            package = distribution(name)
+        except PackageNotFoundError:
+            continue
+        if package.name not in found:
+            found[package.name] = package
+            needs = (each for each in package.requires or () if "extra ==" not in each)
+            wanted += [match[0] for each in needs if (match := _NAME.match(each))]
+    tops = {package.locate_file(file.parts[0]) for package in found.values() for file in package.files or ()}
+    return [str(each) for each in tops if ".." not in str(each) and not str(each).endswith("__pycache__")]
+
 
 START = "import sys; sys.path.insert(0, sys.argv[1]); from _sandbox.serve import serve; serve()"
 CHUNK = 64
@@ -58,7 +105,7 @@ class SandboxLimits:
         environment: Names of visible environment variables besides ``PATH``, ``HOME``, the language and the like.
         isolation: ``"required"``: run nothing on a machine that cannot isolate it. ``"preferred"``: run it
             anyway, with a warning. ``"sealed"``: for others' code; as required, and it sees Python, the packages of
-            :mod:`.sealed` and an empty ``/tmp`` of ``file_bytes`` alone, and starts no processes. None: required for
+            :data:`PACKAGES` and an empty ``/tmp`` of ``file_bytes`` alone, and starts no processes. None: required for
             code written by the policy, preferred for your own functions.
     """
 

@@ -23,7 +23,7 @@ from gradwire_server.engine.model.loading.pool import ModelPool
 from gradwire_server.engine.model.packing import Layout, lay_out
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.sampling.samplers.sampler import SamplingParams
-from gradwire_server.engine.sizing.meta_pool import MetaPool
+from gradwire_server.engine.sizing.meta_model import MetaPool
 from support.normed import normed_model, states_and_gradients
 from support.sampling import samples_of
 from torch import Tensor

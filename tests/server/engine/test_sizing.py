@@ -21,8 +21,7 @@ from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.sizing import meta_model
 from gradwire_server.engine.sizing.advice import advice, longest_row, more_runs
 from gradwire_server.engine.sizing.estimate import Device, Estimate, Workload, estimate
-from gradwire_server.engine.sizing.meta_model import MODEL, MetaModel
-from gradwire_server.engine.sizing.meta_pool import MetaPool
+from gradwire_server.engine.sizing.meta_model import MODEL, MetaModel, MetaPool
 from gradwire_server.engine.sizing.meta_step import step_bytes
 from gradwire_server.engine.sizing.parts import GIB, trained_bytes
 from support.mixtures import CONFIGS, mixture

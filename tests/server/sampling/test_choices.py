@@ -13,8 +13,8 @@ import torch
 from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.sampling.drawing.adjustments import adjusted
 from gradwire_server.engine.sampling.drawing.draw import draw
+from gradwire_server.engine.sampling.drawing.kinds import adjusted
 from gradwire_server.engine.sampling.jobs import LocalJob
 from gradwire_server.engine.sampling.pages.pages import Pages
 from gradwire_server.engine.sampling.samplers.local import LocalSampler

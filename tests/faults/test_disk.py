@@ -11,7 +11,7 @@ import sqlite3
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AsyncExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from gradwire_server.journal.repair import repair
 from gradwire_server.journal.rows import RunMarks
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.journal.segments import Segments
-from gradwire_server.journal.state_folder import unusable
+from gradwire_server.journal.state_folder import FolderLock, unusable
 from gradwire_server.journal.storage import Storage
 from gradwire_server.scheduling.replay import behind
 from gradwire_server.server import Server
@@ -210,10 +210,10 @@ async def test_many_flipped_bits_load_nothing_wrong(memory: Path, rng: random.Ra
 
 async def refused(state: Path) -> SystemExit:
     """How a server does not start on a folder."""
-    storage = Storage(ServerConfig(address="127.0.0.1:0", state_dir=state, models={"tiny": "x"}))
-    with pytest.raises(SystemExit) as caught:
-        await storage.open()
-    await storage.close()
+    config = ServerConfig(address="127.0.0.1:0", state_dir=state, models={"tiny": "x"})
+    async with AsyncExitStack() as closing:
+        with pytest.raises(SystemExit) as caught:
+            await Storage.open(config, FolderLock(state), closing)
     return caught.value
 
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from importlib.metadata import version
 
@@ -45,6 +45,7 @@ from gradwire_server.errors import ServiceError, check_length
 from gradwire_server.journal.recorded_files import RecordedFiles
 from gradwire_server.journal.rows import StoredResult
 from gradwire_server.journal.run_row import RunRecord
+from gradwire_server.journal.state_folder import FolderLock
 from gradwire_server.journal.storage import Storage
 from gradwire_server.observability.metrics import Metrics
 from gradwire_server.observability.tracing import Tracing
@@ -73,7 +74,8 @@ class Core(Startable):
     Attributes:
         agents: Takes engines on other machines.
         calls: Turns of the keys' calls; a door takes one before it reads a call's body.
-        storage: The state folder: the journal, the rows of runs and checkpoints.
+        folder_lock: Keeps other processes from the state folder.
+        storage: The state folder: the journal, the rows of runs and checkpoints; available after :meth:`start`.
         texts: Conversions between text and token ids.
         runs: Creation, listing and deletion of runs, and their checkpoints; available after :meth:`start`.
         observed: Views of runs for people, beside results; available after :meth:`start`.
@@ -108,7 +110,7 @@ class Core(Startable):
         self.agents = Agents(config, self.engines)
         self._on_parked = on_parked
         self._given_tracing, self._tracing = tracing, Tracing()
-        self.storage = Storage(config)
+        self.folder_lock, self._closing = FolderLock(config.state_dir), AsyncExitStack()
         self._running = False
         self._began = time.monotonic()
 
@@ -122,8 +124,8 @@ class Core(Startable):
             SystemExit: The state folder is in use or cannot be read, or OpenTelemetry is not installed; with a message.
         """
         config = self.config
+        self.storage, loaded = await Storage.open(config, self.folder_lock, self._closing)
         storage = self.storage
-        loaded = await storage.open()
         if config.store:
             await storage.folders.in_thread(storage.folders.delete_all, PASSING)
         await self.agents.start()
@@ -200,7 +202,7 @@ class Core(Startable):
         tracing, self._tracing = self._tracing, Tracing()
         if tracing is not self._given_tracing:
             await asyncio.to_thread(tracing.close)
-        await self.storage.close()
+        await self._closing.aclose()
 
     def _know_losses(self) -> None:
         self.metrics.know(self.engines.hello.losses)

@@ -79,28 +79,38 @@ def _room(folder: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def lock(state_dir: Path) -> int:
-    """Lock a state folder for this process; returns the descriptor whose closing unlocks it.
+class FolderLock:
+    """The lock by which one process alone uses a state folder."""
 
-    Raises:
-        FolderInUse: Another process holds it.
-        OSError: The disk has no room, or cannot be written to.
-    """
-    descriptor = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        number = os.pread(descriptor, 20, 0).decode()
-        holder = f"process {number}" if number else "another process"
-        os.close(descriptor)
-        raise FolderInUse(f"the state folder {state_dir} is in use by {holder}") from None
-    try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-    except OSError:  # the disk is full
-        os.close(descriptor)
-        raise
-    return descriptor
+    def __init__(self, state_dir: Path) -> None:
+        self._state_dir, self._descriptors = state_dir, list[int]()
+
+    def take(self) -> None:
+        """Lock the folder for this process.
+
+        Raises:
+            FolderInUse: Another process holds it.
+            OSError: The disk has no room, or cannot be written to.
+        """
+        descriptor = os.open(self._state_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        self._descriptors.append(descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        except BlockingIOError:
+            number = os.pread(descriptor, 20, 0).decode()
+            self.release()
+            holder = f"process {number}" if number else "another process"
+            raise FolderInUse(f"the state folder {self._state_dir} is in use by {holder}") from None
+        except OSError:  # the disk is full
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Unlock the folder; a second call does nothing."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
 
 @contextmanager
@@ -108,13 +118,14 @@ def locked(state_dir: Path) -> Iterator[None]:
     """Hold the lock of a state folder.
 
     Raises:
-        StateFolderError: As for :func:`lock`.
+        StateFolderError: As for :meth:`FolderLock.take`.
     """
-    descriptor = lock(state_dir)
+    lock = FolderLock(state_dir)
+    lock.take()
     try:
         yield
     finally:
-        os.close(descriptor)
+        lock.release()
 
 
 def check(state_dir: Path) -> None:

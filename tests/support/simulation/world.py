@@ -62,9 +62,7 @@ class SimulatedServer:
 
     def die(self) -> None:
         self.process.kill()
-        lock, self.core.storage._lock = self.core.storage._lock, None
-        if lock is not None:  # the kernel does this for a real process
-            os.close(lock)
+        self.core.folder_lock.release()  # the kernel does this for a real process
 
 
 @contextlib.contextmanager

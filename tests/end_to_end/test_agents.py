@@ -162,13 +162,14 @@ async def test_an_agent_of_the_anthropic_package_is_recorded(run: Any) -> None:
     environment = rl.AgentEnvironment(
         with_anthropic, client="anthropic", reward=lambda result, ground_truth: float(result == ground_truth)
     )
-    manager = rl.RolloutManager(inference(run), environment, group_size=16, params=rl.SamplingParams(max_tokens=8))
+    # The model calls the tool once in four times: of 64 answers, none does once in 100 million times.
+    manager = rl.RolloutManager(inference(run), environment, group_size=64, params=rl.SamplingParams(max_tokens=8))
     rollouts = await manager.collect([rl.Task(secret_word.QUESTION, "ALPHA", "alpha")])
-    assert [one.error for one in rollouts.trajectories] == [""] * 16
+    assert [one.error for one in rollouts.trajectories] == [""] * 64
     called = [one for one in rollouts.trajectories if len(one.steps) > 1]
     assert called and all(one.evaluation is not None and one.evaluation.score == 1 for one in called)
     for one in called:
         first, second = one.steps[:2]
         begun = [*first.prompt_ids, *first.response_ids]
         assert second.prompt_ids[: len(begun)].tolist() == begun
-    assert len(rows_of(rollouts.trajectories)) == 16
+    assert len(rows_of(rollouts.trajectories)) == 64

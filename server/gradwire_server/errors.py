@@ -42,6 +42,11 @@ class ServiceError(Exception):
         return self.error.code
 
 
+def invalid(message: str, field: str) -> ServiceError:
+    """INVALID_ARGUMENT for a field."""
+    return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)
+
+
 def unknown_run(run_id: str) -> ServiceError:
     """UNKNOWN_RUN, also for a run that the caller may not read, so that its existence stays hidden."""
     return ServiceError(pb.ERROR_CODE_UNKNOWN_RUN, f"there is no run {run_id[:100]!r}", field="run_id")

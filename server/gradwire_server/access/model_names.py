@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.config import model_named
-from gradwire_server.errors import ServiceError
+from gradwire_server.errors import ServiceError, invalid
 
 
 @dataclass(frozen=True)
@@ -54,5 +54,5 @@ class ModelNames:
             return self.find(name, field)
         if len(self.named_first) != 1:
             message = f"this server holds {', '.join(self.named_first) or 'no model'}: say which one, model=NAME"
-            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)
+            raise invalid(message, field)
         return self.named_first[0]

@@ -17,7 +17,7 @@ from gradwire_server.access.model_names import ModelNames
 from gradwire_server.checkpoint_files import ORIGIN
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.uploads import Uploads
-from gradwire_server.errors import ServiceError, check_length, key_reused, limit_exceeded
+from gradwire_server.errors import ServiceError, check_length, invalid, key_reused, limit_exceeded
 from gradwire_server.journal.run_row import RunRecord, new_record
 from gradwire_server.journal.storage import Storage
 from gradwire_server.limits import Limits
@@ -32,37 +32,36 @@ HEADS = ("", "value", "reward", "classification")
 def check_settings(config: pb.RunConfig, key: str, limits: Limits, durability: str) -> None:
     """Check the settings of a run that is to be created by a request with this idempotency key."""
     if config.head not in HEADS:
-        raise _invalid(f'head is {config.head[:50]!r}; it is "", "value", "reward" or "classification"', "head")
+        raise invalid(f'head is {config.head[:50]!r}; it is "", "value", "reward" or "classification"', "head")
     if config.head == "classification" and config.num_labels < 2:
-        raise _invalid(f"num_labels is {config.num_labels}; a classification head has 2 at least", "num_labels")
+        raise invalid(f"num_labels is {config.num_labels}; a classification head has 2 at least", "num_labels")
     if config.head != "classification" and config.num_labels:
-        raise _invalid('num_labels goes with head="classification"', "num_labels")
+        raise invalid('num_labels goes with head="classification"', "num_labels")
     if not 0.0 <= config.dropout < 1.0:
-        raise _invalid(f"dropout is {config.dropout}; 0 <= dropout < 1", "dropout")
+        raise invalid(f"dropout is {config.dropout}; 0 <= dropout < 1", "dropout")
     if not 0.0 <= config.neftune_noise_alpha < float("inf"):
         message = f"neftune_noise_alpha is {config.neftune_noise_alpha}; it is a finite number of at least 0"
-        raise _invalid(message, "neftune_noise_alpha")
+        raise invalid(message, "neftune_noise_alpha")
     if not 0.0 <= config.router_aux_loss_coef < float("inf"):
-        raise _invalid(
+        raise invalid(
             f"router_aux_loss_coef is {config.router_aux_loss_coef}; it is a finite number of at least 0",
             "router_aux_loss_coef",
         )
     if config.lanes > MAX_LANES or config.lanes & (config.lanes - 1):
-        raise _invalid(f"lanes is {config.lanes}; it is a power of two, up to {MAX_LANES}", "lanes")
+        raise invalid(f"lanes is {config.lanes}; it is a power of two, up to {MAX_LANES}", "lanes")
     if config.keep_journal and durability != "journal":
-        raise _invalid("keep_journal: the server keeps no journal (--durability checkpoint)", "keep_journal")
+        raise invalid("keep_journal: the server keeps no journal (--durability checkpoint)", "keep_journal")
     if not 0.0 <= config.record_batches <= 1.0:
-        message = f"record_batches is {config.record_batches}; it is a share from 0 to 1"
-        raise _invalid(message, "record_batches")
+        raise invalid(f"record_batches is {config.record_batches}; it is a share from 0 to 1", "record_batches")
     if config.kind not in ("", "rl"):
-        raise _invalid(f'kind is {config.kind[:50]!r}; it is "" or "rl"', "kind")
+        raise invalid(f'kind is {config.kind[:50]!r}; it is "" or "rl"', "kind")
     if config.HasField("lora"):
         if not config.lora.rank:
-            raise _invalid("lora needs a rank of at least 1; leave lora out to train all weights", "lora.rank")
+            raise invalid("lora needs a rank of at least 1; leave lora out to train all weights", "lora.rank")
         if not 0.0 <= config.lora.dropout < 1.0:
-            raise _invalid(f"lora.dropout is {config.lora.dropout}; 0 <= dropout < 1", "lora.dropout")
+            raise invalid(f"lora.dropout is {config.lora.dropout}; 0 <= dropout < 1", "lora.dropout")
         if not 0.0 <= config.lora.alpha < float("inf"):
-            raise _invalid(f"lora.alpha is {config.lora.alpha}; it is a finite number, 0 for 2 * rank", "lora.alpha")
+            raise invalid(f"lora.alpha is {config.lora.alpha}; it is a finite number, 0 for 2 * rank", "lora.alpha")
     modules = config.lora.target_modules
     texts = [
         ("name", config.name),
@@ -107,11 +106,7 @@ def take_settings(config: pb.RunConfig, upload: pb.Upload) -> None:
 
 
 def _differs(field: str, given: object, own: object) -> ServiceError:
-    return _invalid(f"{field} is {given!r}, and the uploaded adapter's is {own!r}: leave it out", field)
-
-
-def _invalid(message: str, field: str) -> ServiceError:
-    return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)
+    return invalid(f"{field} is {given!r}, and the uploaded adapter's is {own!r}: leave it out", field)
 
 
 WATCH_PAUSE_S = 0.2
@@ -304,8 +299,7 @@ class Runs:
         """
         record = self._records.get(run_id, caller, write=True)
         if not revoke and (not self._keys.has(reader) or reader == record.owner):
-            message = f"{reader[:100]!r} is not the name of another key of this server"
-            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="reader")
+            raise invalid(f"{reader[:100]!r} is not the name of another key of this server", "reader")
         await self._records.share(record, reader, revoke)
         if revoke:
             self._scheduler.feed.gone(run_id, {reader}, deleted=False)

@@ -24,7 +24,7 @@ from gradwire_server.access.keys import Caller
 from gradwire_server.access.model_names import ModelNames
 from gradwire_server.access.quotas import check_uploads
 from gradwire_server.config import CHUNK_BYTES, ServerConfig
-from gradwire_server.errors import ServiceError, limit_exceeded, unknown_upload
+from gradwire_server.errors import ServiceError, invalid, limit_exceeded, unknown_upload
 from gradwire_server.journal.checkpoint_records import store_failed
 from gradwire_server.journal.upload_folders import UploadFolders
 from gradwire_server.stores.store import Store, StoreError
@@ -307,4 +307,4 @@ def _is_same(trained_on: str, name: str, path: str) -> bool:
 
 
 def _invalid(message: str, field: str = "path") -> ServiceError:
-    return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)
+    return invalid(message, field)

@@ -19,7 +19,7 @@ from gradwire_server.engine_client.pool import EnginePool
 from gradwire_server.engine_client.process import EngineProcess
 from gradwire_server.engine_client.remote import RemoteLauncher, RemoteLife, give_up
 from gradwire_server.engine_link.code import code_version
-from gradwire_server.errors import ServiceError, shutting_down
+from gradwire_server.errors import ServiceError, invalid, shutting_down
 
 STAGING = "engines"
 """Folder in the state folder, with a folder for each engine on another machine, through which it writes."""
@@ -140,7 +140,7 @@ class Agents:
         own = _object(offer.settings)
         if refused := sorted(own.keys() - OWN):
             message = f"{refused[0]} is the server's to set, or no setting; an engine may have {', '.join(sorted(OWN))}"
-            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=refused[0])
+            raise invalid(message, refused[0])
         alike = self._config.engine_settings or [self._config.engine]
         models = own.pop("models", None) or {}
         for name in models:

@@ -14,7 +14,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
 from gradwire_server.config import TRAINED_BYTES
-from gradwire_server.errors import ServiceError, unknown_run
+from gradwire_server.errors import ServiceError, invalid, unknown_run
 from gradwire_server.journal import history
 from gradwire_server.journal.database import Database
 from gradwire_server.journal.run_files import RUN_FILE, described_runs, write_description
@@ -173,7 +173,7 @@ class RunRecords:
         if token:
             last = next((i for i, record in enumerate(mine) if record.run_id == token), None)
             if last is None:
-                raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "unknown page_token; list again", field="page_token")
+                raise invalid("unknown page_token; list again", "page_token")
             start = last + 1
         page = mine[start : start + size]
         return page, page[-1].run_id if start + size < len(mine) else ""

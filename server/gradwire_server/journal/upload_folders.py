@@ -19,7 +19,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.checkpoint_files import DamagedCheckpoint, StoredFile, read_sealed, sealed
 from gradwire_server.durable_files import is_full, make_folder, replace_text, sync, sync_tree
-from gradwire_server.errors import ServiceError
+from gradwire_server.errors import ServiceError, invalid
 from gradwire_server.stores.store import Store, StoreError, upload_files
 
 log = logging.getLogger(__name__)
@@ -90,8 +90,7 @@ class UploadFolders:
                 StoredFile(file.size_bytes, file.digest.hex()).check(folder / file.name)
             except DamagedCheckpoint as error:
                 if _size(folder / file.name) < file.size_bytes:
-                    message = f"the upload is not complete: {file.name} has not arrived"
-                    raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="path") from error
+                    raise invalid(f"the upload is not complete: {file.name} has not arrived", "path") from error
                 (folder / file.name).unlink(missing_ok=True)
                 message = f"{file.name} did not arrive as it was announced; upload the folder again"
                 raise ServiceError(pb.ERROR_CODE_PAYLOAD_CORRUPT, message, field="path") from error

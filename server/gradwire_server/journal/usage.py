@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.errors import ServiceError
+from gradwire_server.errors import ServiceError, invalid
 from gradwire_server.journal.database import Database
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.operation_kinds import loss_result
@@ -157,8 +157,7 @@ class Usage:
             ServiceError: INVALID_ARGUMENT, LIMIT_EXCEEDED.
         """
         if unknown := set(by) - set(GROUPS):
-            message = f"usage is divided by {', '.join(GROUPS)}, and not by {sorted(unknown)[0]!r}"
-            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="by")
+            raise invalid(f"usage is divided by {', '.join(GROUPS)}, and not by {sorted(unknown)[0]!r}", "by")
         if self._new:
             with contextlib.suppress(ServiceError, sqlite3.Error, OSError):  # it is counted below, written or not
                 await self.save()

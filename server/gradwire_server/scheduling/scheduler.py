@@ -21,7 +21,7 @@ from gradwire_server.access.key_file import Quota
 from gradwire_server.access.quotas import Usage, check_runs
 from gradwire_server.config import ServerConfig
 from gradwire_server.engine_client.pool import EnginePool
-from gradwire_server.errors import ServiceError, shutting_down, unknown_run
+from gradwire_server.errors import ServiceError, invalid, shutting_down, unknown_run
 from gradwire_server.journal.recorded_files import RecordedFiles
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.storage import Storage
@@ -116,10 +116,10 @@ class Moves:
         there, model = self.engine(number), queue.record.config.base_model
         if model not in there.engine.models:
             message = f"engine {number} does not serve {model}, the model of the run {queue.record.run_id}"
-            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="engine")
+            raise invalid(message, "engine")
         if there.drains:
             message = f"engine {number} drains and takes no runs: `gradwire runs move --undo-drain {number}` lets it"
-            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="engine")
+            raise invalid(message, "engine")
         return there
 
     def engine(self, number: int) -> EngineQueue:
@@ -130,8 +130,7 @@ class Moves:
         """
         engines = self._placement.engines
         if not 0 <= number < len(engines):
-            message = f"there is no engine {number}: this server's are 0 to {len(engines) - 1}"
-            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="engine")
+            raise invalid(f"there is no engine {number}: this server's are 0 to {len(engines) - 1}", "engine")
         return engines[number]
 
     async def drain(self, here: EngineQueue, queues: Iterable[RunQueue]) -> int:

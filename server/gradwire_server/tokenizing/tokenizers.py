@@ -12,7 +12,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from tokenizers import Tokenizer
 
 from gradwire_server.access.model_names import ModelNames
-from gradwire_server.errors import ServiceError, check_length, limit_exceeded
+from gradwire_server.errors import ServiceError, check_length, invalid, limit_exceeded
 from gradwire_server.tokenizing.chat_template import ChatTemplate
 from gradwire_server.tokenizing.known_texts import KnownTexts
 from gradwire_server.tokenizing.rendering import Renderer
@@ -80,8 +80,7 @@ class Tokenizers:
         tokenizer = self._load(self._names.find(request.model, "model"))
         if request.pieces:
             if any(len(sequence.ids) != 1 for sequence in request.sequences):
-                message = "pieces are those of single ids: send a sequence of one id for each"
-                raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="sequences")
+                raise invalid("pieces are those of single ids: send a sequence of one id for each", "sequences")
             response.texts.extend(tokenizer.id_to_token(sequence.ids[0]) or "" for sequence in request.sequences)
             return response
         for piece in _pieces([sequence.ids for sequence in request.sequences]):

@@ -18,7 +18,7 @@ from gradwire_server.access.keys import Caller
 from gradwire_server.config import CHUNK_BYTES
 from gradwire_server.core.jobs.files import Arrival, Files, chunks_of, new_id
 from gradwire_server.durable_files import make_folder
-from gradwire_server.errors import ServiceError, limit_exceeded, unknown_file
+from gradwire_server.errors import ServiceError, invalid, limit_exceeded, unknown_file
 from gradwire_server.limits import Limits
 
 LIFE_S = 3600.0
@@ -79,7 +79,7 @@ class FilePart:
         if size > MAX_PART_BYTES:
             raise _too_much(f"the part has more than {MAX_PART_BYTES} bytes")
         if sum(parts.values()) > announced:
-            raise _invalid(f"the parts have more than the announced {announced} bytes", "data")
+            raise invalid(f"the parts have more than the announced {announced} bytes", "data")
 
 
 class FileParts:
@@ -185,13 +185,13 @@ class FileParts:
         upload = self._pending(caller, upload_id)
         unknown = [each for each in part_ids if each not in upload.parts]
         if unknown or len(set(part_ids)) < len(part_ids):
-            raise _invalid(f"{(unknown or part_ids)[0][:100]!r} is no part of this upload, or is twice", "part_ids")
+            raise invalid(f"{(unknown or part_ids)[0][:100]!r} is no part of this upload, or is twice", "part_ids")
         size = sum(upload.parts[each] for each in part_ids)
         if size != upload.size_bytes:
-            raise _invalid(f"the parts have {size} bytes, and {upload.size_bytes} were announced", "part_ids")
+            raise invalid(f"the parts have {size} bytes, and {upload.size_bytes} were announced", "part_ids")
         folder = self._folder / upload_id
         if md5 and md5.lower() != await asyncio.to_thread(_md5, [folder / each for each in part_ids]):
-            raise _invalid("the parts have another MD5", "md5")
+            raise invalid("the parts have another MD5", "md5")
         chunks = chunks_of([folder / each for each in part_ids])
         upload.file = await self._files.create(caller, upload.described, chunks, upload_id, upload.arrival)
         await self._drop(upload, COMPLETED)
@@ -240,10 +240,6 @@ def _md5(paths: list[Path]) -> str:
             while chunk := stream.read(CHUNK_BYTES):
                 digest.update(chunk)
     return digest.hexdigest()
-
-
-def _invalid(message: str, field: str) -> ServiceError:
-    return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)
 
 
 def _too_much(message: str) -> ServiceError:

@@ -31,7 +31,7 @@ from gradwire_server.access.quotas import check_files
 from gradwire_server.access.turns import Turns
 from gradwire_server.config import CHUNK_BYTES, ServerConfig
 from gradwire_server.durable_files import is_full, make_folder, sync
-from gradwire_server.errors import ServiceError, check_length, key_reused, limit_exceeded, unknown_file
+from gradwire_server.errors import ServiceError, check_length, invalid, key_reused, limit_exceeded, unknown_file
 from gradwire_server.journal.job_records import FileRecords
 
 log = logging.getLogger(__name__)
@@ -252,18 +252,14 @@ class Files:
             ServiceError: INVALID_ARGUMENT, LIMIT_EXCEEDED.
         """
         if described.purpose not in PURPOSES:
-            message = f"purpose is {described.purpose[:50]!r}; it must be one of {', '.join(PURPOSES)}"
-            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="purpose")
+            raise invalid(f"purpose is {described.purpose[:50]!r}; it must be one of {', '.join(PURPOSES)}", "purpose")
         name = described.filename
         if not name or len(name) > MAX_FILENAME_CHARS:
-            message = f"a file has a name of 1 to {MAX_FILENAME_CHARS} characters"
-            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="file")
+            raise invalid(f"a file has a name of 1 to {MAX_FILENAME_CHARS} characters", "file")
         if not name.isprintable():
-            message = "a file's name has no control characters"
-            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="file")
+            raise invalid("a file's name has no control characters", "file")
         if described.expires_at and not time.time() < described.expires_at < LATEST_S:
-            message = "expires_at is in the past, or beyond the year 9999"
-            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="expires_after")
+            raise invalid("expires_at is in the past, or beyond the year 9999", "expires_after")
         check_length(key, "max_name_chars", self._limits.max_name_chars, "idempotency_key")
 
     # ---- internals ----
@@ -298,7 +294,7 @@ class Files:
         finally:
             stream.close()
         if not size:
-            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "the file is empty", field="file")
+            raise invalid("the file is empty", "file")
         file.size_bytes, file.digest = size, digest.digest()
 
     def _of_digest(self, digest: bytes) -> list[jobs.File]:
@@ -349,8 +345,7 @@ def page_of(items: list[T], ids: list[str], limit: int, after: str, field: str) 
     start = 0
     if after:
         if after not in ids:
-            message = f"after is {after[:100]!r}, which is not in this list"
-            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)
+            raise invalid(f"after is {after[:100]!r}, which is not in this list", field)
         start = ids.index(after) + 1
     return items[start : start + limit], len(items) > start + limit
 

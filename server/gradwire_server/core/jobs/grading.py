@@ -13,10 +13,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from gradwire_http.child_processes import start_process
-from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.turns import Turns
-from gradwire_server.errors import ServiceError
+from gradwire_server.errors import ServiceError, invalid
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ async def _answer(owner: str, asked: dict[str, Any], field: str, ask: Ask | None
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
     if wrong := answer.get("wrong"):
-        raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, wrong, field=field)
+        raise invalid(wrong, field)
     return answer
 
 

@@ -16,7 +16,7 @@ from gradwire_server.access.model_names import ModelNames
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.jobs import grading
 from gradwire_server.core.jobs.files import Files
-from gradwire_server.errors import ServiceError, check_length, limit_exceeded
+from gradwire_server.errors import ServiceError, check_length, invalid, limit_exceeded
 
 RECIPES = (
     "sft", "dpo", "kto", "orpo", "simpo", "reward", "process_reward", "ppo", "grpo", "rloo", "gigpo", "distill",
@@ -70,7 +70,7 @@ class JobSpecs:
             if caller.role != "admin" and self._keys.required:
                 raise _denied("only administrators may run scripts as jobs")
         elif spec.recipe not in RECIPES:
-            raise _invalid(f"recipe is {spec.recipe[:50]!r}; it must be one of {', '.join(RECIPES)}", "recipe")
+            raise invalid(f"recipe is {spec.recipe[:50]!r}; it must be one of {', '.join(RECIPES)}", "recipe")
         check_length(spec.name, "max_name_chars", limits.max_name_chars, "name")
         for field, text in (("settings", spec.settings), ("note", spec.note)):
             check_length(text, "max_kwargs_chars", limits.max_kwargs_chars, field)
@@ -78,27 +78,27 @@ class JobSpecs:
             raise limit_exceeded(f"{len(spec.metadata)} metadata", "max_tags", limits.max_tags, "metadata")
         for text in (text for pair in spec.metadata.items() for text in pair):
             if len(text) > MAX_METADATA_CHARS:
-                raise _invalid(
+                raise invalid(
                     f"metadata has a text of {len(text)} characters; {MAX_METADATA_CHARS} at most", "metadata"
                 )
         settings = settings_of(spec)
         for name in OWN_SETTINGS:
             if settings.get(name):
-                raise _invalid(f"{name} is the server's to choose: leave it out", name)
+                raise invalid(f"{name} is the server's to choose: leave it out", name)
         _check_loggers(settings)
         if settings.get("init_from") and not str(settings["init_from"]).startswith("run-"):
-            raise _invalid("init_from is no checkpoint RUN_ID/NAME, and folders are the server's", "init_from")
+            raise invalid("init_from is no checkpoint RUN_ID/NAME, and folders are the server's", "init_from")
         for name in CODE_SETTINGS if spec.recipe != SCRIPT else ():
             given = settings.get(name) or ""
             if name in PROGRAMS and given and PROGRAMS[name] in ("", given):
-                raise _invalid(
+                raise invalid(
                     f"{name} starts a program on the server's machine for each episode, with the network and all files "
                     "that the server reads, which jobs do not: run `gradwire train` against this server, or, as an "
                     "administrator, send the training as a --script",
                     name,
                 )
             if any(":" in str(each) for each in (given if isinstance(given, dict) else [given])):
-                raise _invalid(
+                raise invalid(
                     f"{name} names code of its own, which jobs do not run: name what the server has, describe the "
                     "reward in `grading`, or send the training as a --script",
                     name,
@@ -106,13 +106,13 @@ class JobSpecs:
         rewards = settings.get("reward") or ""
         for each in map(str, rewards if isinstance(rewards, dict) else [rewards]):
             if each and not each.isidentifier() and not each.startswith("run-"):
-                raise _invalid(f"reward has {each[:50]!r}: name a reward, or a reward model RUN_ID/NAME", "reward")
+                raise invalid(f"reward has {each[:50]!r}: name a reward, or a reward model RUN_ID/NAME", "reward")
         if spec.recipe != SCRIPT:
             if not isinstance(settings.get("model"), str):
-                raise _invalid("model is missing: name a model of this server", "model")
+                raise invalid("model is missing: name a model of this server", "model")
             self._models.find(settings["model"], "model")
         if not isinstance(settings.get(SCRIPT if spec.recipe == SCRIPT else "data"), str):
-            raise _invalid("data is missing: upload a file and name its id", "data")
+            raise invalid("data is missing: upload a file and name its id", "data")
         for name in FILE_SETTINGS:
             if settings.get(name):
                 self._files.get(caller, str(settings[name]), name)
@@ -130,10 +130,10 @@ class JobSpecs:
 def _check_loggers(settings: dict[str, Any]) -> None:
     """Check where else a job's metrics go: to Weights & Biases, or nowhere."""
     if settings.get("loggers") not in (None, [], [WANDB]):
-        raise _invalid("loggers of a job may be [wandb]; its metrics are among its events as well", "loggers")
+        raise invalid("loggers of a job may be [wandb]; its metrics are among its events as well", "loggers")
     given = settings.get(WANDB) or {}
     if not isinstance(given, dict) or any(name not in WANDB_SETTINGS for name in given):
-        raise _invalid(f"wandb of a job is a mapping with {', '.join(WANDB_SETTINGS)}", "loggers")
+        raise invalid(f"wandb of a job is a mapping with {', '.join(WANDB_SETTINGS)}", "loggers")
     if settings.get("loggers") and not _has_wandb():
         raise ServiceError(
             pb.ERROR_CODE_UNSUPPORTED,
@@ -156,9 +156,9 @@ def settings_of(spec: jobs.JobSpec) -> dict[str, Any]:
     try:
         settings = json.loads(spec.settings or "{}")
     except (ValueError, RecursionError) as error:
-        raise _invalid(f"settings are not JSON: {error}", "settings") from None
+        raise invalid(f"settings are not JSON: {error}", "settings") from None
     if not isinstance(settings, dict):
-        raise _invalid("settings are a JSON object", "settings")
+        raise invalid("settings are a JSON object", "settings")
     return settings
 
 
@@ -166,10 +166,6 @@ def files_of(spec: jobs.JobSpec) -> list[str]:
     """Ids of the files that a job names."""
     settings = settings_of(spec)
     return [str(settings[name]) for name in FILE_SETTINGS if settings.get(name)]
-
-
-def _invalid(message: str, field: str) -> ServiceError:
-    return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)
 
 
 def _denied(message: str) -> ServiceError:

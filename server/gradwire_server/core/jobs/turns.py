@@ -28,7 +28,7 @@ from gradwire_server.core.jobs.states import (
     last_words,
     said,
 )
-from gradwire_server.errors import ServiceError
+from gradwire_server.errors import ServiceError, invalid
 
 MOST = 2**53
 """Above all numbers of a report."""
@@ -114,7 +114,7 @@ class JobTurns:
                 message = f"the job {job.job_id} is {job.state} in attempt {job.attempt}; this is {request.attempt}"
                 raise ServiceError(pb.ERROR_CODE_STALE_EPOCH, message)
             if request.state and request.state not in (SUCCEEDED, FAILED):
-                raise _invalid("a worker ends a job as succeeded or failed", "state")
+                raise invalid("a worker ends a job as succeeded or failed", "state")
             now, events = time.time(), list(request.events)
             for event in events:
                 event.created_at = event.created_at or now
@@ -156,7 +156,7 @@ def _checked(event: jobs.JobEvent) -> dict[str, Any]:
     tokens = data.get("train/tokens", 0)
     numbers = (tokens, event.step, event.created_at)
     if not all(isinstance(each, int | float) and 0 <= each < MOST for each in numbers):
-        raise _invalid("an event has a time, a step or a number of tokens that there cannot be", "events")
+        raise invalid("an event has a time, a step or a number of tokens that there cannot be", "events")
     return data
 
 
@@ -166,9 +166,5 @@ def _object(text: str, field: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
-        raise _invalid(f"{field} is no JSON object: {text[:50]!r}", field)
+        raise invalid(f"{field} is no JSON object: {text[:50]!r}", field)
     return parsed
-
-
-def _invalid(message: str, field: str) -> ServiceError:
-    return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)

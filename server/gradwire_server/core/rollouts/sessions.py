@@ -23,7 +23,7 @@ from gradwire_server.config import CHUNK_BYTES
 from gradwire_server.core.jobs.files import new_id
 from gradwire_server.core.rollouts.live import LiveSession, RolloutCall
 from gradwire_server.core.rollouts.transcript import Transcript
-from gradwire_server.errors import ServiceError, check_length, key_reused, unknown_session
+from gradwire_server.errors import ServiceError, check_length, invalid, key_reused, unknown_session
 from gradwire_server.journal.session_records import SessionRecords, StoredSession
 from gradwire_server.limits import Limits
 
@@ -159,7 +159,7 @@ class RolloutSessions:
             ServiceError: INVALID_ARGUMENT for an unknown token or state.
         """
         if request.state not in ("", OPEN, ENDED):
-            raise _invalid(f"state is {request.state[:50]!r}; there are {OPEN}, {ENDED}", "state")
+            raise invalid(f"state is {request.state[:50]!r}; there are {OPEN}, {ENDED}", "state")
         size = min(request.page_size or 100, MAX_PAGE)
         mine = [
             live
@@ -173,7 +173,7 @@ class RolloutSessions:
         if request.page_token:
             ids = [live.session.session_id for live in mine]
             if request.page_token not in ids:
-                raise _invalid("unknown page_token; list again", "page_token")
+                raise invalid("unknown page_token; list again", "page_token")
             start = ids.index(request.page_token) + 1
         page = [self._told(live) for live in mine[start : start + size]]
         return page, page[-1].session_id if start + size < len(mine) else ""
@@ -188,9 +188,9 @@ class RolloutSessions:
         live = self._of(caller, request.session_id, write=True)
         session = live.session
         if not all(map(math.isfinite, (request.reward, *request.turn_rewards.values()))):
-            raise _invalid("rewards are finite numbers", "reward")
+            raise invalid("rewards are finite numbers", "reward")
         if any(number >= session.num_turns for number in request.turn_rewards):
-            raise _invalid(f"the session has {session.num_turns} turns, numbered from 0", "turn_rewards")
+            raise invalid(f"the session has {session.num_turns} turns, numbered from 0", "turn_rewards")
         await self._end(live, (request.reason or "ended by its owner")[:MAX_REASON_CHARS])
         if request.HasField("reward") or request.turn_rewards:
             if request.HasField("reward"):
@@ -289,18 +289,18 @@ class RolloutSessions:
             check_length(text, "max_name_chars", limits.max_name_chars, name)
         if len(request.task_json) > MAX_TASK_CHARS:
             message = f"task has {len(request.task_json)} characters as JSON; {MAX_TASK_CHARS} at most: keep the rest"
-            raise _invalid(f"{message} in a file, and name that", "task")
+            raise invalid(f"{message} in a file, and name that", "task")
         try:
             json.dumps(json.loads(request.task_json or "null"), ensure_ascii=False).encode()
         except (ValueError, RecursionError):
-            raise _invalid("task is no JSON, or has half of a surrogate pair, which is no character", "task") from None
+            raise invalid("task is no JSON, or has half of a surrogate pair, which is no character", "task") from None
         if request.history not in ("", *HISTORIES):
-            raise _invalid(f"history is {request.history[:50]!r}; there are {', '.join(HISTORIES)}", "history")
+            raise invalid(f"history is {request.history[:50]!r}; there are {', '.join(HISTORIES)}", "history")
         if not all(each >= 0 for each in (given.max_seconds, given.idle_s)):
-            raise _invalid("limits are seconds of 0 or more", "limits")
+            raise invalid("limits are seconds of 0 or more", "limits")
         sampling = request.sampling
         if not 0 <= sampling.temperature < math.inf or not 0 <= sampling.top_p <= 1 or not 0 <= sampling.min_p <= 1:
-            raise _invalid("temperature is 0 or more, top_p and min_p are from 0 to 1", "sampling")
+            raise invalid("temperature is 0 or more, top_p and min_p are from 0 to 1", "sampling")
         source = self._find(caller, request.model)
         holding = sessions.SessionLimits(
             max_turns=min(given.max_turns or limits.max_session_turns, limits.max_session_turns),
@@ -452,7 +452,3 @@ class RolloutSessions:
                         await self._end(live, reason)
                     except ServiceError as error:  # the disk is full: the next look tries it again
                         log.warning("session %s cannot be ended: %s", live.session.session_id, error)
-
-
-def _invalid(message: str, field: str) -> ServiceError:
-    return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)

@@ -28,7 +28,7 @@ from gradwire_server.doors.grpc.headers import HEADER_BYTES
 from gradwire_server.doors.grpc.interceptors import CALLER, Guard
 from gradwire_server.doors.grpc.service import TrainingService
 from gradwire_server.engine_link.chunks import ADMITTED
-from gradwire_server.errors import NotNow, ServiceError
+from gradwire_server.errors import NotNow, ServiceError, invalid
 from gradwire_server.limits import Limits
 
 if TYPE_CHECKING:
@@ -87,8 +87,7 @@ class JobService(JobServiceServicer):
 
     async def CreateJob(self, request: jobs.CreateJobRequest, context: Any) -> jobs.Job:
         if request.spec.note:
-            message = "note is what a door of the server keeps with a job: leave it out"
-            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="note")
+            raise invalid("note is what a door of the server keeps with a job: leave it out", "note")
         return await self._core.jobs.create(CALLER.get(), request.spec, request.idempotency_key)
 
     async def GetJob(self, request: jobs.GetJobRequest, context: Any) -> jobs.Job:
@@ -130,7 +129,7 @@ class JobService(JobServiceServicer):
         caller, frames = CALLER.get(), aiter(request_iterator)
         first = await anext(frames, None)
         if first is None:
-            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "the upload has no frame", field="file")
+            raise invalid("the upload has no frame", "file")
 
         async def chunks() -> AsyncIterator[bytes]:
             if first.chunk:
@@ -138,8 +137,7 @@ class JobService(JobServiceServicer):
             async for frame in frames:
                 async with self._core.calls.slice(caller.name):
                     if len(frame.chunk) > CHUNK_BYTES:
-                        message = f"a chunk has {len(frame.chunk)} bytes; {CHUNK_BYTES} at most"
-                        raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="chunk")
+                        raise invalid(f"a chunk has {len(frame.chunk)} bytes; {CHUNK_BYTES} at most", "chunk")
                 yield frame.chunk
 
         return await self._core.files.create(caller, first.file, chunks(), first.idempotency_key)

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 import zstandard
 from gradwire_http.json_bounds import JsonBounds, UnboundedJsonError
 from gradwire_http.request_headers import PROTOBUF
-from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.errors import ServiceError, limit_exceeded
+from gradwire_server.errors import ServiceError, invalid, limit_exceeded
 from gradwire_server.limits import Limits
 
 READ_BYTES = 1 << 20
@@ -71,7 +70,7 @@ class OversizedBodyError(Exception):
 def unknown_encoding(encoding: str) -> ServiceError:
     """INVALID_ARGUMENT for a Content-Encoding that is not served."""
     message = f"Content-Encoding {encoding[:50]!r} is not served; send gzip, zstd or neither"
-    return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="Content-Encoding")
+    return invalid(message, "Content-Encoding")
 
 
 async def decompressed(body: bytes, encoding: str, limit: BodyLimit) -> bytes:
@@ -94,8 +93,7 @@ async def decompressed(body: bytes, encoding: str, limit: BodyLimit) -> bytes:
     except ServiceError as error:
         raise OversizedBodyError(error, body[:BEGINNING_BYTES], encoding) from None
     except (zstandard.ZstdError, zlib.error, EOFError) as error:
-        message = f"the body is not {encoding}: {error}"
-        raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="Content-Encoding") from error
+        raise invalid(f"the body is not {encoding}: {error}", "Content-Encoding") from error
 
 
 async def check_json(body: bytes, limits: Limits) -> None:
@@ -107,7 +105,7 @@ async def check_json(body: bytes, limits: Limits) -> None:
         if error.what in ("values", "containers"):
             what = f"a body of JSON with more {error.what}"
             raise limit_exceeded(what, f"max_json_{error.what}", error.limit, "body") from None
-        raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, f"the body cannot be read: {error}", field="body") from None
+        raise invalid(f"the body cannot be read: {error}", "body") from None
 
 
 def _unzstd(body: bytes, limit: BodyLimit) -> bytes:

@@ -14,10 +14,10 @@ from gradwire_server.doors.http.openai.requests import (
     ChatRequest,
     JsonSchemaFormat,
     ResponseFormat,
-    invalid,
     unsupported,
 )
 from gradwire_server.doors.http.openai.unserved import DoorRequest
+from gradwire_server.errors import invalid
 
 _TEXT, _NUMBER = {"type": "string"}, {"type": "integer"}
 _PLACE: dict[str, Any] = {

@@ -16,9 +16,10 @@ from gradwire_server.doors.http.openai.answers import ScoredTokens, TokenTexts
 from gradwire_server.doors.http.openai.completions import usage
 from gradwire_server.doors.http.openai.conversations import AnswerDelta, Conversation, Counts
 from gradwire_server.doors.http.openai.events import event_stream
-from gradwire_server.doors.http.openai.requests import ChatRequest, invalid, named
+from gradwire_server.doors.http.openai.requests import ChatRequest, named
 from gradwire_server.doors.http.openai.unserved import tell_ignored
 from gradwire_server.doors.http.protocol import CallerOf, ErrorBody
+from gradwire_server.errors import invalid
 
 PARAMETERS = dict.fromkeys(("prompts", "texts", "conversations", "images"), "messages")
 PARAMETERS |= {"json_schema": "response_format", "regex": "structured_outputs", "grammar": "structured_outputs"}

@@ -33,9 +33,10 @@ from gradwire_server.doors.http.openai.answers import (
 )
 from gradwire_server.doors.http.openai.events import event_stream
 from gradwire_server.doors.http.openai.names import find_model
-from gradwire_server.doors.http.openai.requests import CompletionRequest, check_encodable, invalid, named, unsupported
+from gradwire_server.doors.http.openai.requests import CompletionRequest, check_encodable, named, unsupported
 from gradwire_server.doors.http.openai.unserved import tell_ignored
 from gradwire_server.doors.http.protocol import CallerOf, ErrorBody
+from gradwire_server.errors import invalid
 
 MAX_TOKENS = 16
 """Tokens of a completion that does not say how many."""

@@ -34,9 +34,10 @@ from gradwire_server.doors.http.openai.images import ConversationImages
 from gradwire_server.doors.http.openai.names import find_model
 from gradwire_server.doors.http.openai.reading import AnswerReader, Form, whole
 from gradwire_server.doors.http.openai.reasoning_forms import reasoning_form_of
-from gradwire_server.doors.http.openai.requests import ChatRequest, invalid, unsupported
+from gradwire_server.doors.http.openai.requests import ChatRequest, unsupported
 from gradwire_server.doors.http.openai.tool_forms import form_of
 from gradwire_server.doors.http.openai.tools import OfferedTools, forced_schema, messages_for_template, offered_tools
+from gradwire_server.errors import invalid
 
 OPENING_TOKENS = 16
 """Tokens at the end of a prompt in which the mark may be with which reasoning begins."""

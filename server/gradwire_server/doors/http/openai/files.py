@@ -17,10 +17,10 @@ from starlette.types import Message
 from gradwire_server.config import CHUNK_BYTES
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.bodies import FORM_BYTES
-from gradwire_server.doors.http.openai.requests import check_encodable, invalid
+from gradwire_server.doors.http.openai.requests import check_encodable
 from gradwire_server.doors.http.protocol import CallerOf
 from gradwire_server.durable_files import is_full
-from gradwire_server.errors import ServiceError
+from gradwire_server.errors import ServiceError, invalid
 
 MAX_FIELDS = 10
 LEAST_S, MOST_S = 3600, 2_592_000

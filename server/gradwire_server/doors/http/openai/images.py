@@ -8,7 +8,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradwire_server.doors.http.openai.requests import invalid, unsupported
+from gradwire_server.doors.http.openai.requests import unsupported
+from gradwire_server.errors import invalid
 
 IMAGE_PART = "image_url"
 

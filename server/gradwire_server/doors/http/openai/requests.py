@@ -19,7 +19,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from gradwire_server.doors.http.openai.unserved import DoorRequest
-from gradwire_server.errors import ServiceError
+from gradwire_server.errors import ServiceError, invalid
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this one take the most probable token, instead of dividing logits by almost nothing."""
@@ -234,11 +234,6 @@ class ChatRequest(SamplingRequest):
         if self.web_search_options is not None:
             tools.append({"type": "web_search"})
         return tools, choice
-
-
-def invalid(message: str, field: str) -> ServiceError:
-    """INVALID_ARGUMENT for a field."""
-    return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from gradwire_proto.v1 import sessions_pb2 as sessions
 from pydantic import ConfigDict, Field
 
 from gradwire_server.core.core import Core
-from gradwire_server.doors.http.openai.requests import invalid
 from gradwire_server.doors.http.protocol import CallerOf
+from gradwire_server.errors import invalid
 
 
 class Limits(BoundedModel):

@@ -12,8 +12,9 @@ from gradwire_server.doors.http.errors import application
 from gradwire_server.doors.http.openai.conversations import Conversation
 from gradwire_server.doors.http.openai.errors import OpenAIErrorAnswer, error_body, explain_bodies
 from gradwire_server.doors.http.openai.names import find_model
-from gradwire_server.doors.http.openai.requests import ChatRequest, TokenId, check_encodable, invalid, named
+from gradwire_server.doors.http.openai.requests import ChatRequest, TokenId, check_encodable, named
 from gradwire_server.doors.http.protocol import CallerOf, HttpProtocol
+from gradwire_server.errors import invalid
 
 
 class TokenizeRequest(BoundedModel):

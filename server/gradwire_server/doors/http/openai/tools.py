@@ -19,9 +19,10 @@ from gradwire_proto.chat import encodable
 
 from gradwire_server.doors.http.openai.call_readers import MOST_CALLS, json_or_none, read_mistral
 from gradwire_server.doors.http.openai.images import IMAGE_PART, ConversationImages
-from gradwire_server.doors.http.openai.requests import check_encodable, invalid, unsupported
+from gradwire_server.doors.http.openai.requests import check_encodable, unsupported
 from gradwire_server.doors.http.openai.tool_forms import form_of
 from gradwire_server.doors.http.openai.unserved import refused, unserved_tool
+from gradwire_server.errors import invalid
 
 ROLES = {
     "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",

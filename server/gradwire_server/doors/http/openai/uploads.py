@@ -14,8 +14,9 @@ from starlette.datastructures import UploadFile
 from gradwire_server.core.core import Core
 from gradwire_server.core.jobs.file_parts import MAX_PARTS, Upload
 from gradwire_server.doors.http.openai.files import LEAST_S, MOST_S, chunks_of, file_body, form_of
-from gradwire_server.doors.http.openai.requests import check_encodable, invalid
+from gradwire_server.doors.http.openai.requests import check_encodable
 from gradwire_server.doors.http.protocol import CallerOf
+from gradwire_server.errors import invalid
 
 FORM = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string", "format": "binary"}}}
 DOCUMENTED = {"requestBody": {"content": {"multipart/form-data": {"schema": FORM}}, "required": True}}

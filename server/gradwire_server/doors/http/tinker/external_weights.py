@@ -36,7 +36,7 @@ from gradwire_server.doors.http.tinker.signed_urls import VALID_S, SignedUrls
 from gradwire_server.doors.http.tinker.store import MAX_TTL_S, SavedRecord, TinkerStore
 from gradwire_server.doors.http.tinker.training_requests import MAX_NUMBER
 from gradwire_server.durable_files import link_or_copy
-from gradwire_server.errors import ServiceError, unknown_checkpoint
+from gradwire_server.errors import ServiceError, invalid, unknown_checkpoint
 
 SIGNED = "/external_weights/"
 """Beginning of the signed paths, relative to the protocol's prefix."""
@@ -173,8 +173,7 @@ def _age_recipients(recipients: Sequence[str]) -> list[Any]:
         try:
             parsed.append(kind.Recipient.from_str(each))
         except pyrage.RecipientError as error:
-            message = f"{each[:100]!r} is no age recipient: {error}"
-            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="age_encryption_recipients") from error
+            raise invalid(f"{each[:100]!r} is no age recipient: {error}", "age_encryption_recipients") from error
     return parsed
 
 

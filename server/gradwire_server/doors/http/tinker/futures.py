@@ -20,7 +20,7 @@ from gradwire_server.doors.http.tinker.names import TinkerPath, read_request_id,
 from gradwire_server.doors.http.tinker.results import failed, loss_output, step_output
 from gradwire_server.doors.http.tinker.samplers import SampleGoneError, Samplers
 from gradwire_server.doors.http.tinker.store import ModelRecord, TinkerStore
-from gradwire_server.errors import ServiceError
+from gradwire_server.errors import ServiceError, invalid
 
 if TYPE_CHECKING:
     from gradwire_server.journal.rows import StoredResult
@@ -126,8 +126,7 @@ def routes(store: TinkerStore, models: Models, samplers: Samplers, stopping: asy
         """End a sample that nobody waits for any more."""
         owner_id, seq, kind = read_request_id(request.request_id)
         if kind != "sample":
-            message = "operations of training cannot be cancelled by this protocol; samples can"
-            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="request_id")
+            raise invalid("operations of training cannot be cancelled by this protocol; samples can", "request_id")
         with contextlib.suppress(SampleGoneError):  # then there is nothing to end
             samplers.cancel(caller, owner_id, seq)
         return {}

@@ -13,7 +13,7 @@ from typing import Literal
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.checkpoint_files import NAME
-from gradwire_server.errors import ServiceError
+from gradwire_server.errors import ServiceError, invalid
 
 PathKind = Literal["weights", "sampler_weights", "external_weights"]
 PATH_KINDS: tuple[PathKind, ...] = ("weights", "sampler_weights", "external_weights")
@@ -48,7 +48,7 @@ class TinkerPath:
         scheme, _, rest = text.partition("://")
         model_id, _, checkpoint_id = rest.partition("/")
         if scheme != "tinker" or not checkpoint_id:
-            raise _invalid(f"{text[:200]!r} is not a path; it is tinker://MODEL_ID/weights/NAME", "path")
+            raise invalid(f"{text[:200]!r} is not a path; it is tinker://MODEL_ID/weights/NAME", "path")
         return cls.of(model_id, checkpoint_id)
 
     @classmethod
@@ -59,7 +59,7 @@ class TinkerPath:
             if kind == known:
                 check_name(name, known)
                 return cls(model_id, known, name)
-        raise _invalid(f"{kind[:50]!r} is no kind of checkpoint; there are {', '.join(PATH_KINDS)}", "path")
+        raise invalid(f"{kind[:50]!r} is no kind of checkpoint; there are {', '.join(PATH_KINDS)}", "path")
 
     @classmethod
     def stored(cls, model_id: str, stored_name: str) -> TinkerPath | None:
@@ -75,7 +75,7 @@ def check_name(name: str, kind: PathKind) -> None:
     if not NAME.fullmatch(f"{kind}.{name}") or not name:
         most = 99 - len(kind)
         message = f"{name[:100]!r} is not a name: letters, digits, '.', '_', '-', {most} at most"
-        raise _invalid(message, "path")
+        raise invalid(message, "path")
 
 
 def model_id_of(session_id: str, model_seq_id: int) -> str:
@@ -104,7 +104,3 @@ def read_request_id(request_id: str) -> tuple[str, int, str]:
         message = f"there is no request {request_id[:200]!r}"
         raise ServiceError(pb.ERROR_CODE_UNKNOWN_OPERATION, message, field="request_id")
     return match[1], int(match[2]), match[3]
-
-
-def _invalid(message: str, field: str) -> ServiceError:
-    return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
-from gradwire_server.errors import ServiceError, limit_exceeded
+from gradwire_server.errors import ServiceError, invalid, limit_exceeded
 from gradwire_server.limits import Limits
 
 NO_ID, NO_LOGPROB = 0, -99_999.0
@@ -196,4 +196,4 @@ def _tensor(values: npt.NDArray[Any], layout: str, dtype: tinker_pb2.TinkerDType
 
 
 def _invalid(message: str, field: str = "target_prompt_logprobs") -> ServiceError:
-    return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)
+    return invalid(message, field)

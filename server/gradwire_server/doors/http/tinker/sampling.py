@@ -23,7 +23,7 @@ from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
 from gradwire_server.doors.http.tinker.sessions import session_of
 from gradwire_server.doors.http.tinker.store import Name, SamplerRecord, TinkerStore
 from gradwire_server.doors.http.tinker.usage import sampling_label
-from gradwire_server.errors import ServiceError, limit_exceeded
+from gradwire_server.errors import ServiceError, invalid, limit_exceeded
 
 MAX_NUMBER = 2**31
 MAX_SAMPLE_NUMBER = 2**63
@@ -71,10 +71,10 @@ class PromptTokens(BoundedModel):
                 continue
             if chunk.tokens is None:
                 message = f"the prompt has a chunk of type {chunk.type[:50]!r}; this server reads text and images"
-                raise _invalid(message, "prompt")
+                raise invalid(message, "prompt")
             prompt_ids += chunk.tokens
         if prompt_ids and not 0 <= min(prompt_ids) <= max(prompt_ids) < 2**32:
-            raise _invalid("the prompt has a token id that no model has", "prompt")
+            raise invalid("the prompt has a token id that no model has", "prompt")
         return prompt_ids
 
 
@@ -115,7 +115,7 @@ def routes(core: Core, store: TinkerStore, saved: SavedWeights, samplers: Sample
         elif base_model:
             source = base_model = core.model_name(base_model)
         else:
-            raise _invalid("give a base_model or a model_path", "base_model")
+            raise invalid("give a base_model or a model_path", "base_model")
         asked = SamplerRecord(
             owner=caller.name,
             sampler_id=sampler_id_of(request.session_id, request.sampling_session_seq_id),
@@ -138,7 +138,7 @@ def routes(core: Core, store: TinkerStore, saved: SavedWeights, samplers: Sample
     async def asample(caller: CallerOf, request: AsampleRequest) -> dict[str, Any]:
         """Begin to sample."""
         if request.sampling_session_id is None or request.seq_id is None:
-            raise _invalid("give sampling_session_id and seq_id", "sampling_session_id")
+            raise invalid("give sampling_session_id and seq_id", "sampling_session_id")
         sampler = samplers.get(caller, request.sampling_session_id)
         most = core.config.limits.max_samples
         if request.num_samples > most:
@@ -203,7 +203,3 @@ def _call(request: AsampleRequest, room: int) -> pb.SampleCall:
         else:
             call.stop_token_ids.append(stop)
     return call
-
-
-def _invalid(message: str, field: str) -> ServiceError:
-    return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)

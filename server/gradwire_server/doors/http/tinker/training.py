@@ -48,7 +48,7 @@ from gradwire_server.doors.http.tinker.training_requests import (
     SaveWeightsRequest,
 )
 from gradwire_server.doors.wire_format import SMALL_BYTES, TooLargeFieldsError, TooManyFieldsError, without
-from gradwire_server.errors import ServiceError, limit_exceeded
+from gradwire_server.errors import ServiceError, invalid, limit_exceeded
 from gradwire_server.limits import Limits
 
 ALPHA = 32.0
@@ -68,10 +68,10 @@ def routes(
         session_of(store, caller.name, request.session_id)
         _check_optimizer(request.optimizer_config)
         if request.lora_config is None:
-            raise _invalid("give a lora_config: through this protocol models are trained with LoRA", "lora_config")
+            raise invalid("give a lora_config: through this protocol models are trained with LoRA", "lora_config")
         lora = request.lora_config
         if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
-            raise _invalid("train_attn, train_mlp and train_unembed are off: nothing is left to train", "lora_config")
+            raise invalid("train_attn, train_mlp and train_unembed are off: nothing is left to train", "lora_config")
         asked = ModelRecord(
             owner=caller.name,
             model_id=model_id_of(request.session_id, request.model_seq_id),
@@ -94,14 +94,14 @@ def routes(
             return await _load_into(caller, request, request.model_id, request.seq_id, trace)
         _check_load(request)
         if request.session_id is None or request.model_seq_id is None:
-            raise _invalid("give session_id and model_seq_id, or model_id and seq_id", "session_id")
+            raise invalid("give session_id and model_seq_id, or model_id and seq_id", "session_id")
         session_of(store, caller.name, request.session_id)
         source = (
             store.models[TinkerPath.read(request.path).model_id] if saved.checkpoint(caller, request.path) else None
         )
         if request.base_model and source is not None and request.base_model != source.base_model:
             message = f"the checkpoint is of {source.base_model}, not of {request.base_model[:200]}"
-            raise _invalid(message, "base_model")
+            raise invalid(message, "base_model")
         asked = ModelRecord(
             owner=caller.name,
             model_id=model_id_of(request.session_id, request.model_seq_id),
@@ -148,7 +148,7 @@ def routes(
         """Accumulate a loss's gradients, or compute the loss alone. What is wrong with the data fails the promise."""
         asked = await _asked(body, core.config.limits)
         if not 1 <= asked.seq_id < MAX_NUMBER:
-            raise _invalid(f"seq_id is {asked.seq_id}; numbers begin at 1", "seq_id")
+            raise invalid(f"seq_id is {asked.seq_id}; numbers begin at 1", "seq_id")
         model = await models.created(caller, asked.model_id)
         base, batch, refusal = core.model_info(model.base_model), None, None
         try:
@@ -179,7 +179,7 @@ def routes(
             message = (
                 f"optim_step has no adam_params ({kind}): this server steps with AdamW for clients of this protocol"
             )
-            adam, refusal = AdamParams(), _invalid(message, "optimizer_params").error
+            adam, refusal = AdamParams(), invalid(message, "optimizer_params").error
         step = pb.OptimStep(
             learning_rate=adam.learning_rate, beta1=adam.beta1, beta2=adam.beta2, eps=adam.eps,
             weight_decay=adam.weight_decay, max_grad_norm=adam.grad_clip_norm,
@@ -206,7 +206,7 @@ def routes(
             path = TinkerPath(request.model_id, "sampler_weights", request.path)
             return await _save(caller, request, path, "save_sampler", trace)
         if request.sampling_session_seq_id is None:
-            raise _invalid("give a path, or a sampling_session_seq_id", "path")
+            raise invalid("give a path, or a sampling_session_seq_id", "path")
         number = request.sampling_session_seq_id
         name = f"{SNAPSHOT}{number}"
         sampler = SamplerRecord(
@@ -270,7 +270,7 @@ async def _asked(body: bytes, limits: Limits) -> tinker_pb2.ForwardBackwardReque
         message = (
             f"beside its data the request has more than {MAX_SETTINGS:,} fields, or {SETTINGS_BYTES:,} bytes of them"
         )
-        raise _invalid(message, "loss_fn_config") from None
+        raise invalid(message, "loss_fn_config") from None
     except DecodeError:
         message = "the body is not the protobuf message that this route takes"
         raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message) from None
@@ -284,14 +284,10 @@ def _check_load(request: LoadWeightsRequest) -> None:
     if request.optimizer_config is not None:
         _check_optimizer(request.optimizer_config)
     if request.weights_access_token:
-        raise _invalid("access tokens are not served: publish the checkpoint instead", "weights_access_token")
+        raise invalid("access tokens are not served: publish the checkpoint instead", "weights_access_token")
 
 
 def _check_optimizer(optimizer: OptimizerConfig) -> None:
     if optimizer.type != "adamw":
         message = f"the optimizer {optimizer.type[:50]!r} is not served for clients of this protocol; adamw is"
         raise ServiceError(pb.ERROR_CODE_UNSUPPORTED, message, field="optimizer_config")
-
-
-def _invalid(message: str, field: str) -> ServiceError:
-    return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)

@@ -19,7 +19,7 @@ from gradwire_server.core.core import Core
 from gradwire_server.doors.http.protocol import CallerOf
 from gradwire_server.doors.http.tinker.names import TinkerPath
 from gradwire_server.doors.http.tinker.store import TinkerStore
-from gradwire_server.errors import ServiceError
+from gradwire_server.errors import invalid
 
 HOUR_S = 3600
 """Usage is counted by whole hours of UTC."""
@@ -115,14 +115,10 @@ def _infos(entry: pb.UsageEntry) -> Iterator[tuple[int, dict[str, Any]]]:
 def _window(starting_on: datetime, ending_before: datetime) -> tuple[float, float]:
     start, end = starting_on.timestamp(), ending_before.timestamp()
     if start % HOUR_S or end % HOUR_S:
-        raise _invalid("starting_on and ending_before are whole hours of UTC", "starting_on")
+        raise invalid("starting_on and ending_before are whole hours of UTC", "starting_on")
     if not 0 < end - start <= MOST_HOURS * HOUR_S:
-        raise _invalid("ending_before is after starting_on, and 14 days after it at most", "ending_before")
+        raise invalid("ending_before is after starting_on, and 14 days after it at most", "ending_before")
     return start, end
-
-
-def _invalid(message: str, field: str) -> ServiceError:
-    return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)
 
 
 def _sees(caller: Caller, owner: str) -> bool:

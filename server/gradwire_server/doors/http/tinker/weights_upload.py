@@ -36,7 +36,7 @@ from gradwire_server.doors.http.tinker.signed_urls import VALID_S, SignedUrls
 from gradwire_server.doors.http.tinker.store import ModelRecord, Name, SessionRecord, TinkerStore
 from gradwire_server.doors.http.tinker.training_requests import LoraConfig
 from gradwire_server.durable_files import is_full
-from gradwire_server.errors import ServiceError, limit_exceeded, unknown_upload
+from gradwire_server.errors import ServiceError, invalid, limit_exceeded, unknown_upload
 from gradwire_server.limits import Limits
 
 SIGNED = "/external_weights_upload/"
@@ -133,7 +133,7 @@ class WeightUploads:
             part = upload.folder / f"{name}.part"
             try:
                 if await _written(part, size, body) != size:
-                    raise _invalid(f"{name} ended before its {size:,} bytes: send it again", name)
+                    raise invalid(f"{name} ended before its {size:,} bytes: send it again", name)
                 await asyncio.to_thread(os.replace, part, upload.folder / name)
             except OSError as error:
                 if not is_full(error):
@@ -172,9 +172,9 @@ def routes(core: Core, store: TinkerStore, models: Models) -> APIRouter:
         """Take a file, by its signed URL."""
         upload, length = uploads.get(signed.read(http, token)), http.headers.get("content-length", "")
         if name not in (CONFIG, WEIGHTS):
-            raise _invalid(f"{name[:100]!r} is no file of an upload: {CONFIG} and {WEIGHTS} are", "name")
+            raise invalid(f"{name[:100]!r} is no file of an upload: {CONFIG} and {WEIGHTS} are", "name")
         if not length.isdigit() or len(length) > 15 or http.headers.get("content-encoding", "identity") != "identity":
-            raise _invalid("send the file as it is, with its Content-Length", "Content-Length")
+            raise invalid("send the file as it is, with its Content-Length", "Content-Length")
         async with core.calls.turn(upload.owner, CallKind.HTTP), asyncio.timeout(VALID_S):
             await uploads.receive(upload, name, int(length), http.stream())
         return {}
@@ -193,12 +193,12 @@ def routes(core: Core, store: TinkerStore, models: Models) -> APIRouter:
     async def _checkpoint(caller: Caller, upload_id: str, upload: _Upload) -> TinkerPath:
         lacking = [name for name in (CONFIG, WEIGHTS) if not await asyncio.to_thread((upload.folder / name).exists)]
         if lacking:
-            raise _invalid(f"{' and '.join(lacking)} did not arrive: PUT each file to its URL", "upload_id")
+            raise invalid(f"{' and '.join(lacking)} did not arrive: PUT each file to its URL", "upload_id")
         taken = await _taken_over(caller, upload)
         asked, rank = upload.asked, taken.lora.rank
         if rank != asked.lora_config.rank:
             await core.uploads.delete(caller, taken.upload_id)
-            raise _invalid(f"lora_config says rank {asked.lora_config.rank}, and the files have {rank}", "lora_config")
+            raise invalid(f"lora_config says rank {asked.lora_config.rank}, and the files have {rank}", "lora_config")
         async with core.calls.turn(caller.name, CallKind.CREATE):
             config = pb.RunConfig(from_upload=taken.upload_id, name=f"upload {upload_id}")
             run = await core.runs.create(caller, config, f"tinker-upload:{upload_id}")
@@ -258,7 +258,7 @@ def _described(path: Path) -> pb.UploadFile:
     with path.open("rb") as file:
         length = path.stat().st_size if path.suffix == ".json" else int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
-            raise _invalid(f"{path.name} is no safetensors file", path.name)
+            raise invalid(f"{path.name} is no safetensors file", path.name)
         head = file.read(length)
         file.seek(0)
         while block := file.read(CHUNK_BYTES):
@@ -270,7 +270,3 @@ def _chunk(path: Path, offset: int) -> bytes:
     with path.open("rb") as file:
         file.seek(offset)
         return file.read(CHUNK_BYTES)
-
-
-def _invalid(message: str, field: str) -> ServiceError:
-    return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)

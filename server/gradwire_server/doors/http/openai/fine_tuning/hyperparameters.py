@@ -21,7 +21,8 @@ from typing import Any
 from gradwire_proto.v1 import jobs_pb2 as jobs
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.doors.http.openai.requests import invalid, unsupported
+from gradwire_server.doors.http.openai.requests import unsupported
+from gradwire_server.errors import invalid
 
 BYTES_PER_TOKEN = 4
 STEP_TOKENS = 8192

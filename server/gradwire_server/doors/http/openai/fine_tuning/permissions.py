@@ -19,10 +19,10 @@ from gradwire_server.core.jobs.files import page_of
 from gradwire_server.doors.http.openai.files import listing
 from gradwire_server.doors.http.openai.fine_tuning.requests import CreatePermissions
 from gradwire_server.doors.http.openai.names import PREFIX
-from gradwire_server.doors.http.openai.requests import invalid, named
+from gradwire_server.doors.http.openai.requests import named
 from gradwire_server.doors.http.openai.tuned_models import find_tuned
 from gradwire_server.doors.http.protocol import CallerOf
-from gradwire_server.errors import ServiceError
+from gradwire_server.errors import ServiceError, invalid
 
 ID = "cp_"
 

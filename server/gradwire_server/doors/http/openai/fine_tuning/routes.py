@@ -30,7 +30,6 @@ from gradwire_server.doors.http.openai.requests import (
     JsonSchemaFormat,
     ResponseFormat,
     check_encodable,
-    invalid,
     named,
     unsupported,
 )
@@ -43,7 +42,7 @@ from gradwire_server.doors.http.openai.tuned_models import (
     tuned_name,
 )
 from gradwire_server.doors.http.protocol import CallerOf
-from gradwire_server.errors import ServiceError, unknown_job
+from gradwire_server.errors import ServiceError, invalid, unknown_job
 
 JUDGED = ("score_model", "label_model")
 

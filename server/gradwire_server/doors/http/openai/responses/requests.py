@@ -14,11 +14,11 @@ from gradwire_server.doors.http.openai.requests import (
     JsonSchemaFormat,
     ResponseFormat,
     SamplingRequest,
-    invalid,
     unsupported,
 )
 from gradwire_server.doors.http.openai.responses.compaction import SUMMARY, unsealed
 from gradwire_server.doors.http.openai.unserved import ITEMS
+from gradwire_server.errors import invalid
 
 Item = dict[str, Any]
 PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal", "summary_text": "text"}

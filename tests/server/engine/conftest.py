@@ -25,7 +25,6 @@ VOCAB = 64
 CONTEXT = 64
 
 MakeRun = Callable[..., EngineRun]
-MakeBatch = Callable[..., Batch]
 
 
 @dataclass(frozen=True)

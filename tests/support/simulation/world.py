@@ -34,10 +34,9 @@ from gradwire_server.errors import ServiceError
 from gradwire_server.journal import database, journal
 from gradwire_server.journal.run_row import RunRecord
 
-from support.simulation.agents import LEASE_S, Machine, SimulatedLending, checked_end, launched
+from support.simulation.agents import LEASE_S, Machine, SimulatedEngine, SimulatedLending, checked_end, launched
 from support.simulation.checker import Outcome, RunLog, check, ident
 from support.simulation.disk import THREADS, Disk, SimulatedDatabase
-from support.simulation.engine import SimulatedEngine
 from support.simulation.loop import Process, SimulatedLoop
 from support.simulation.network import Call, Network, SimulatedTransport
 

@@ -6,12 +6,12 @@ import math
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from gradwire import Checkpoint, History
+from gradwire.charts import text_of
 from numpy.typing import NDArray
 
 Numbers = NDArray[np.float64]
@@ -21,12 +21,6 @@ LARGE = ("reward_mean", "entropy", "loss", "loss (forward only)", "preference_ac
 """The metrics that say most, the first shown first."""
 CURVE_POINTS = 600
 """A plot is 400 to 750 pixels wide, so two points fall on two pixels or less; more only take a browser's time."""
-ROUNDING, NOTHING = 1e-4, 1e-10
-"""Relative range of a metric, and its size, below which its curve shows the rounding of a model's numbers: a token's
-log-probability is a sum of products in float32, of factors in 16 bits as a rule, and a KL the square of such errors."""
-NO_LOSS = 1e-6
-"""Size below which a loss is zero but for rounding: a policy's, of answers that it has just sampled, is a mean in
-float32 of advantages of both signs."""
 CACHE_BYTES = 128 << 20
 NEWEST = 100
 STEP_BITS = 40
@@ -56,36 +50,6 @@ def smoothed(y: Numbers, window: int) -> Numbers:
     ends = np.arange(1, len(y) + 1)
     starts = np.maximum(ends - window, 0)
     return np.asarray(y[0] + (sums[ends] - sums[starts]) / (ends - starts))
-
-
-@dataclass(frozen=True)
-class Flat:
-    """An axis for curves whose differences mean nothing.
-
-    Attributes:
-        low, high: Ends of the axis, on which they are level.
-        reason: Why, in words; "" where all values are the same.
-    """
-
-    low: float
-    high: float
-    reason: str
-
-
-def flat(curves: Sequence[Sequence[Sequence[float]]], metric: str) -> Flat | None:
-    """The axis for a metric's curves, given as pairs, that differ by rounding alone; None for curves with real
-    differences."""
-    values = [y for points in curves for _, y in points]
-    low, high = min(values, default=math.nan), max(values, default=math.nan)
-    size = max(abs(low), abs(high))
-    if size < (NO_LOSS if metric.endswith("loss") else NOTHING):
-        return Flat(-1.0, 1.0, f"at most {size:.1g}, drawn as 0: rounding" if size else "")
-    if not high - low <= ROUNDING * size:
-        return None
-    reason = f"{low:.7g} to {high:.7g}, drawn flat: about rounding" if high > low else ""
-    unit = 10.0 ** math.floor(math.log10(2 * size))
-    end = math.ceil(2 * size / unit - 1e-9) * unit  # about twice the values, in one digit
-    return Flat(0.0, end, reason) if high > 0 else Flat(-end, 0.0, reason)
 
 
 def has_loss(history: History) -> NDArray[np.bool_]:
@@ -126,20 +90,21 @@ class _Metric:
 
 @dataclass(frozen=True)
 class Figure:
-    """A value that was measured.
+    """A value of a metric that was measured.
 
     Attributes:
         step: Optimizer steps of the weights that it was measured with.
         earlier: Whether it is shown for later weights than these.
     """
 
+    metric: str
     value: float
     step: int
     earlier: bool
 
     def text(self, digits: int) -> str:
         """The value, with its step if that is not what it is shown for."""
-        return f"{self.value:.{digits}g}" + (f" at step {self.step:,}" if self.earlier else "")
+        return text_of(self.metric, self.value, digits) + (f" at step {self.step:,}" if self.earlier else "")
 
 
 @dataclass(frozen=True)
@@ -256,7 +221,7 @@ class Record:
         """The newest value of each metric; it is earlier if its weights are those before the newest loss."""
         loss = self._metrics.get("loss")
         newest = self._weights[loss.at[-1]] if loss is not None else 0
-        return {name: self._figure(metric, -1, newest) for name, metric in self._metrics.items()}
+        return {name: self._figure(name, -1, newest) for name in self._metrics}
 
     def newest(self, metric: str, count: int) -> Numbers:
         """The newest finite values of a metric, oldest first; empty if the run has no such metric."""
@@ -282,11 +247,12 @@ class Record:
         index = bisect_right(found.at, weights, key=self._weights.__getitem__) - 1
         if index < 0 or self._weights[found.at[index]] >> STEP_BITS != stretch:
             return None
-        return self._figure(found, index, weights)
+        return self._figure(metric, index, weights)
 
-    def _figure(self, metric: _Metric, index: int, shown_for: int) -> Figure:
+    def _figure(self, name: str, index: int, shown_for: int) -> Figure:
+        metric = self._metrics[name]
         weights = self._weights[metric.at[index]]
-        return Figure(metric.values[index], weights & ((1 << STEP_BITS) - 1), weights < shown_for)
+        return Figure(name, metric.values[index], weights & ((1 << STEP_BITS) - 1), weights < shown_for)
 
     def metrics_over(self, axis: str) -> list[str]:
         """Names of the metrics that have values over an axis."""

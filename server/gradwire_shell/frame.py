@@ -45,7 +45,7 @@ addEventListener("pointermove", (move) => {
 </script>"""
 BEFORE = """<style>.gw-before{font:14px/1.5 system-ui,sans-serif;padding:4rem 1rem;display:flex;flex-wrap:wrap;gap:1rem}
 .gw-before h1{font-size:1.25rem;flex-basis:100%;margin:0;
-font-weight:600;line-height:1.3}.gw-before figure{flex:1 1 20rem;max-width:40rem;margin:0}
+font-weight:600;line-height:1.3}.gw-before figure{flex:1 1 20rem;max-width:40rem}
 .gw-before:has(~ #app:not(:empty)){display:none}
 @media (prefers-color-scheme:dark){.gw-before{background:#0e1216;color:#e3e7ec}}</style>"""
 RESPONSE_TIMEOUT_S = 60.0

@@ -7,7 +7,7 @@ import pytest
 from gradwire import Checkpoint, History
 from gradwire_console.advice import advise
 from gradwire_console.alerts import Recent
-from gradwire_console.series import CURVE_POINTS, Record, Records, flat, min_max, smoothed
+from gradwire_console.series import CURVE_POINTS, Record, Records, min_max, smoothed
 
 
 def history(count: int, start: int = 0, run_id: str = "run") -> History:
@@ -140,36 +140,6 @@ def test_smoothing_is_the_mean_of_the_last_values(window: int) -> None:
     expected = [y[max(0, n - window + 1) : n + 1].mean() for n in range(40)]
     np.testing.assert_allclose(smoothed(y, window), expected)
     assert set(smoothed(np.full(1000, 1e-3), window)) == {1e-3}
-
-
-@pytest.mark.parametrize(
-    ("values", "axis", "reason"),
-    [
-        ([6.2225, 6.2227, 6.2226], (0, 20), "6.2225 to 6.2227, drawn flat"),
-        ([3e-14, 0.0, 1e-14], (-1, 1), "at most 3e-14, drawn as 0"),
-        ([1e-3] * 3, (0, 0.002), ""),
-        ([-2.0] * 3, (-4, 0), ""),
-        ([0.0] * 3, (-1, 1), ""),
-    ],
-)
-def test_differences_of_rounding_are_drawn_flat_and_said(
-    values: list[float], axis: tuple[float, float], reason: str
-) -> None:
-    level = flat([[[n, y] for n, y in enumerate(values)]], "approx_kl")
-    assert level is not None and level.reason.startswith(reason) and bool(level.reason) == bool(reason)
-    np.testing.assert_allclose((level.low, level.high), axis)
-
-
-@pytest.mark.parametrize("values", [[6.2225, 6.2327], [1e-7, 2e-7], [2.0, -2.0], [0.0, 1e-9], []])
-def test_what_differs_by_more_is_drawn_as_it_is(values: list[float]) -> None:
-    assert flat([[[n, y] for n, y in enumerate(values)]], "learning_rate") is None
-
-
-@pytest.mark.parametrize("metric", ["loss", "policy_loss"])
-def test_a_policys_loss_of_nothing_but_rounding_is_drawn_flat(metric: str) -> None:
-    level = flat([[[0, 2.7e-8], [1, -8.1e-8]]], metric)
-    assert level is not None and level.reason.startswith("at most 8e-08, drawn as 0")
-    assert flat([[[0, 2.7e-6], [1, -8.1e-6]]], metric) is None
 
 
 def test_a_record_grows_without_repeating_what_it_has() -> None:

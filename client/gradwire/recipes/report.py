@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import gradwire
+from gradwire.charts import STYLE as CHARTS
+from gradwire.charts import chart
 from gradwire.cli.text import money
-from gradwire.html import table
+from gradwire.html import cell, table
 from gradwire.loop.loggers import read_jsonl
 from gradwire.recipes.folder import next_steps
 
@@ -27,14 +29,22 @@ GROUPS = {
     "rewards": "Rewards", "eval": "Evaluation", "train": "Training", "rollouts": "Sampled answers", "time": "Time",
 }  # fmt: skip
 SHOWN_CURVES = 5
-WIDTH, HEIGHT, MARGIN = 420, 150, 46
-STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
-h1{font-size:1.5rem;overflow-wrap:anywhere}table{border-collapse:collapse;margin:1rem 0;display:block;overflow-x:auto}
-td,th{padding:.2rem .9rem .2rem 0;border-bottom:1px solid #ddd}pre{overflow-x:auto}
-.curves{display:grid;gap:1rem;grid-template-columns:repeat(auto-fill,minmax(min(20rem,100%),1fr))}
-figure{margin:0}.curves>figure:first-child{grid-column:1/-1}svg{background:#fafafa;width:100%;height:auto}
-svg text{font-size:11px;fill:#555}.curves>figure:first-child svg text{font-size:8px}
-summary{cursor:pointer;margin:1rem 0;font-weight:600}td{vertical-align:top;white-space:pre-wrap}"""
+STYLE = (
+    """body{font:15px/1.5 system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem;color:#191e25}
+h1{font-size:1.5rem;margin:0;overflow-wrap:anywhere}h2{font-size:1.1rem;margin:2rem 0 .5rem}
+h3{font-size:1rem;margin:1.25rem 0 .5rem}.said{color:#525c69;margin:.25rem 0 1rem}
+table{border-collapse:collapse;margin:1rem 0;display:block;overflow-x:auto}
+td,th{padding:.25rem 1.25rem .25rem 0;border-bottom:1px solid #d8dde4;vertical-align:top}
+td{overflow-wrap:anywhere;min-width:3rem}pre{overflow-x:auto}
+.curves{display:grid;gap:1rem 2rem;grid-template-columns:repeat(auto-fill,minmax(min(22rem,100%),1fr))}
+.curves.first>figure:first-child{grid-column:1/-1}.curves.first>figure:first-child .gw-area{height:17rem}
+.answers{display:grid;gap:1rem;grid-template-columns:repeat(auto-fill,minmax(min(18rem,100%),1fr))}
+.answers div{border-left:3px solid #0072b2;padding-left:.75rem;min-width:0}.answers p{margin:0;color:#525c69}
+.asked,.text{white-space:pre-wrap;overflow-wrap:anywhere;unicode-bidi:plaintext}
+.asked{border-left:3px solid #d8dde4;padding-left:.75rem;margin:.5rem 0 1rem}
+summary{cursor:pointer;margin:1rem 0;font-weight:600}"""
+    + CHARTS
+)
 UNITS = {
     "nll": "nats per token", "perplexity": "per token", "token_accuracy": "share of tokens",
     "preference_accuracy": "share of pairs", "grad_norm": "before clipping", "engine_s": "seconds",
@@ -66,12 +76,13 @@ def write_report(folder: Path, title: str, settings: Mapping[str, Any], used: st
                 curves.setdefault(name, []).append((line["iteration"], value))
     steps = next_steps(folder)
     drawn = [plot_several(name, parts) for name, parts in _charts(curves)]
+    length = max((step for points in curves.values() for step, _ in points), default=0)
     shown = {name: without_path(value) for name, value in settings.items()}
     going_on = html.escape("\n".join(steps).replace(str(folder), without_path(str(folder))))
     body = [
         f"<h1>{html.escape(title)} of {html.escape(str(shown['model']))}</h1>",
-        f'<div class="curves">{"".join(drawn[:SHOWN_CURVES])}</div>',
-        f"<p>Used: {used}.</p>" if used else "",
+        f'<p class="said">{" · ".join(filter(None, (f"{length:,} steps", used)))}</p>',
+        f'<div class="curves first">{"".join(drawn[:SHOWN_CURVES])}</div>',
         _answers(folder / ANSWERS),
         _folded("All other curves", f'<div class="curves">{"".join(drawn[SHOWN_CURVES:])}</div>'),
         _folded("All figures", "".join(_figures(curves))),
@@ -120,19 +131,29 @@ def _figures(curves: Mapping[str, Sequence[tuple[int, float]]]) -> list[str]:
 
 
 def _answers(file: Path) -> str:
-    """The answers that were kept of the first and of the last iteration."""
+    """The answers that were kept of the first and of the last iteration, those to a problem side by side."""
     kept = read_jsonl(file) if file.exists() else []
     if not kept:
         return ""
     ends = {kept[0]["iteration"], kept[-1]["iteration"]}
-    rows = [
-        (each["iteration"], step["observation"], step["action"], each["reward"], _ending(each, step))
-        for each in kept
-        if each["iteration"] in ends
-        for step in each["steps"][-1:]
-    ]
-    head = ("iteration", "problem", "answer", "reward", "ended")
-    return f"<h2>Some answers, first and last iteration</h2>{table(head, rows)}"
+    asked: dict[tuple[int, str], list[str]] = {}
+    for each in kept:
+        if each["iteration"] in ends:
+            for step in each["steps"][-1:]:
+                asked.setdefault((each["iteration"], step["observation"]), []).append(_answer(each, step))
+    body = "".join(
+        f'<h3>Iteration {iteration}</h3><div class="asked">{html.escape(problem)}</div>'
+        f'<div class="answers">{"".join(answers)}</div>'
+        for (iteration, problem), answers in asked.items()
+    )
+    return f"<h2>Some answers, first and last iteration</h2>{body}"
+
+
+def _answer(record: Mapping[str, Any], step: Mapping[str, Any]) -> str:
+    """An answer under its reward, with the reason of the reward and what ended it."""
+    said = [f"reward {cell(record['reward'])}", str(record.get("reason", "")), _ending(record, step)]
+    text = f'<span class="text">{html.escape(step["action"])}</span>'
+    return f"<div><p>{html.escape(' · '.join(filter(None, said)))}</p>{text}</div>"
 
 
 def _ending(record: Mapping[str, Any], step: Mapping[str, Any]) -> str:
@@ -148,35 +169,10 @@ def unit_of(name: str) -> str:
     return UNITS.get(name.rpartition("/")[2], "")
 
 
-COLOURS = ("#2a6fb0", "#c44e1c", "#2f8f4e", "#8a4fb0", "#a08000", "#c03a7a", "#3a8f95", "#777777")
-
-
 def plot_several(name: str, curves: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     """Draw one metric of several trainings over the steps; a legend names those that have a name."""
     shown = {each: [(x, y) for x, y in points if math.isfinite(y)] for each, points in curves.items()}
-    every = [point for points in shown.values() for point in points]
-    if all(len(points) < 2 for points in shown.values()):
-        return ""
-    (left, right), (low, high) = (min(x for x, _ in every), max(x for x, _ in every)), (
-        min(y for _, y in every), max(y for _, y in every),
-    )  # fmt: skip
-    across, up = (WIDTH - 2 * MARGIN) / max(right - left, 1), (HEIGHT - MARGIN) / ((high - low) or 1)
-    lines, legend = "", ""
-    for place, (each, points) in enumerate(shown.items()):
-        path = " ".join(f"{MARGIN + (x - left) * across:.1f},{HEIGHT - 26 - (y - low) * up:.1f}" for x, y in points)
-        colour = COLOURS[place % len(COLOURS)]
-        lines += f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{path}"/>'
-        if each:
-            legend += f'<br><span style="color:{colour}">&#9644;</span> {html.escape(each)}'
-    unit = unit_of(name)
-    caption = html.escape(f"{name} ({unit})" if unit else name)
-    return (
-        f'<figure><figcaption>{caption}{legend}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{caption}">{lines}'
-        f'<text x="2" y="22">{high:.4g}</text><text x="2" y="{HEIGHT - 26}">{low:.4g}</text>'
-        f'<text x="{MARGIN}" y="{HEIGHT - 8}">{left}</text>'
-        f'<text x="{WIDTH - MARGIN}" y="{HEIGHT - 8}" text-anchor="end">{right} steps</text></svg></figure>'
-    )
+    return chart(name, shown, unit=unit_of(name))
 
 
 def page_of(title: str, body: str) -> str:

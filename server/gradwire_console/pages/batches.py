@@ -9,6 +9,7 @@ import gradwire
 import numpy as np
 from fastapi.responses import RedirectResponse
 from gradwire import RecordedBatch, RecordedSequence
+from gradwire.charts import text_of
 from gradwire_shell.components import Column, Table, button, empty, facts, panel, plain, sdk_line, title
 from gradwire_shell.detail import Tokens
 from gradwire_shell.frame import page_at
@@ -65,7 +66,7 @@ async def _list(workspace: Workspace, run_id: str) -> None:
             "name": f"{each.operation} {each.number}",
             "step": each.step,
             "loss_fn": each.loss_fn,
-            "loss": "" if each.loss is None else f"{each.loss:.5g}",
+            "loss": "" if each.loss is None else text_of("loss", each.loss, 5),
             "rows": each.rows,
             "tokens": f"{each.tokens:,}",
             "age": ago(each.time),
@@ -135,7 +136,7 @@ def _facts(batch: RecordedBatch) -> dict[str, object]:
     rewards = np.array([each.reward for each in batch.sequences])
     rewards = rewards[np.isfinite(rewards)]
     return {
-        "Loss": "" if recording.loss is None else f"{recording.loss:.6g}",
+        "Loss": "" if recording.loss is None else text_of("loss", recording.loss, 6),
         "Sequences": recording.rows,
         "Tokens": f"{recording.tokens:,}",
         "Scored tokens": f"{sum(int(each.scored.sum()) for each in batch.sequences):,}",

@@ -10,7 +10,7 @@ import gradwire
 from fastapi.responses import RedirectResponse
 from gradwire import RunInfo
 from gradwire_shell.components import Column, Drawn, Table, button, empty, error, panel, plain, sdk_line, title
-from gradwire_shell.frame import page_at
+from gradwire_shell.frame import before_scripts, page_at
 from nicegui import ui
 
 from gradwire_console.pages.common import isolated, on_change, opened, short
@@ -65,7 +65,7 @@ async def _show(workspace: Workspace, run_ids: list[str], how: Mapping[str, Any]
     with ui.element("div").classes("gw-legend gw-stays"):
         for colour, (run_id, label) in enumerate(shown.items()):
             with ui.element("span").classes("gw-key").style(f"--c: var(--s{colour % 8 + 1})"):
-                ui.link(label, f"/run/{run_id}").classes("gw-link")
+                ui.link(label, f"/run/{run_id}").classes("gw-link").props["title"] = label
         ui.element("div").classes("grow")
         button("Download a report", lambda: ui.navigate.to("/api/report?runs=" + ",".join(run_ids)))
     place = ui.element("div")
@@ -93,6 +93,7 @@ async def _show(workspace: Workspace, run_ids: list[str], how: Mapping[str, Any]
         figures.show(texts, _figures)
 
     await refresh()
+    before_scripts("Compare", curves.as_html())
     on_change(workspace, refresh)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from gradwire.charts import STYLE, chart, flat
 from gradwire.recipes.report import unit_of
 from gradwire_shell.components import Curve, Items, Lines, Plot, button, empty, keep_in_address, named, plain
 from nicegui import ui
 
-from gradwire_console.report import plot
-from gradwire_console.series import LARGE, Record, flat
+from gradwire_console.series import LARGE, Record
 
 AT_FIRST, MOST_LARGE = 2, 4
 """Large plots until others are chosen, and at most."""
@@ -122,10 +122,13 @@ class Curves:
             self._unfolded.setdefault(group, drawn <= OPEN_AT_FIRST)
         self._of_groups.show(groups, self._group)
 
-    def as_svg(self) -> str:
+    def as_html(self) -> str:
         """The large plots, as HTML that needs no script."""
-        records = self._records.values()
-        return "".join(plot(name, [record.curve(name) for record in records]) for name in self._shown_large())
+        records = {"" if len(self._records) == 1 else name: record for name, record in self._records.items()}
+        return f"<style>{STYLE}</style>" + "".join(
+            chart(name, {each: record.curve(name) for each, record in records.items()}, unit=unit_of(name))
+            for name in self._shown_large()
+        )
 
     def _group(self, names: list[str]) -> Callable[[list[str]], None]:
         group = group_of(names[0])

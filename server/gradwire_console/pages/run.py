@@ -9,6 +9,7 @@ from typing import Any
 
 import gradwire
 from fastapi.responses import RedirectResponse
+from gradwire.charts import text_of
 from gradwire_shell.components import (
     Column,
     Drawn,
@@ -88,12 +89,13 @@ class _Run:
                 ui.link("Its job", f"/jobs/{live.job_id}").classes("gw-link")
             ui.element("div").classes("grow")
             own = self._workspace.may_change(live.info.owner)
-            if own:
-                button("Save checkpoint", self._save)
-            if self._workspace.may_change():
-                button("Export", self._export)
-            if own:
-                button("Delete", self._delete, kind="danger")
+            with ui.element("div").classes("gw-actions"):
+                if own:
+                    button("Save checkpoint", self._save)
+                if self._workspace.may_change():
+                    button("Export", self._export)
+                if own:
+                    button("Delete", self._delete, kind="danger")
         self._away = ui.element("div")
         self._advice = ui.element("div").classes("gw-stack")
         self._advised: list[Advice] = []
@@ -118,7 +120,7 @@ class _Run:
                 with panel("Resume it in Python"):
                     sdk_line(resuming(self._workspaces.server, self._run_id))
         await self._refresh(asked)
-        before_scripts(live.name, self._curves.as_svg())
+        before_scripts(live.name, self._curves.as_html())
         on_change(self._workspace, self._refresh)
 
     def _ask(self) -> asyncio.Future[tuple[Record, list[gradwire.Checkpoint]]]:
@@ -168,7 +170,8 @@ class _Run:
                 lines = Lines(classes="quiet")
             if self._workspace.may_change():
                 self._button("Fork", partial(actions.fork, self._workspaces, self._workspace, each), each)
-            self._button("Try", partial(actions.try_out, [each]), each)
+            if self._workspace.may_sample:
+                self._button("Try", partial(actions.try_out, [each]), each)
             return lambda now: lines.show(_about(now, self._measured[now.path]))
 
         # A checkpoint that was saved again under its name is another.
@@ -270,7 +273,7 @@ def _operation(each: Operation) -> dict[str, Any]:
         "operation": each.operation,
         "loss_fn": each.loss_fn,
         "step": each.step,
-        "loss": "" if each.loss is None else f"{each.loss:.5g}",
+        "loss": "" if each.loss is None else text_of("loss", each.loss, 5),
         "tokens": f"{each.tokens:,}" if each.tokens else "",
         "engine": f"{each.seconds:.3f} s",
         "ended": ago(each.time),

@@ -10,12 +10,13 @@ from typing import Any
 import gradwire
 import numpy as np
 from fastapi.responses import RedirectResponse
+from gradwire.charts import flat
 from gradwire_shell.components import Column, Table, button, empty, keep_in_address, plain, title
 from gradwire_shell.frame import page_at
 from nicegui import ui
 
 from gradwire_console.pages.common import ago, isolated, on_change, opened, short
-from gradwire_console.series import Record, flat, min_max
+from gradwire_console.series import Record, min_max
 from gradwire_console.workspace import LiveRun, Workspace, Workspaces
 
 FIRST = (

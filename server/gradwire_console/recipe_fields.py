@@ -37,9 +37,15 @@ LEFT_OUT = frozenset((*SERVERS_OWN, "model", "data", "split", "loggers", "wandb"
 EXAMPLES = {
     "tags": "{team: support}",
     "mapping": "{prompt: question, completion: answer}",
-    "grading": '{type: string_check, input: "{{sample.output_text}}", reference: "{{item.answer}}", operation: eq}',
 }
 """Placeholders of the fields that take a mapping, in YAML."""
+_COMPARED = 'input: "{{sample.output_text}}", reference: "{{item.answer}}"'
+GRADERS = {
+    f"{{type: string_check, {_COMPARED}, operation: eq}}": "1 for the row's answer, word for word",
+    f"{{type: string_check, {_COMPARED}, operation: ilike}}": "1 for a text with the row's answer in it",
+    f"{{type: text_similarity, {_COMPARED}, evaluation_metric: fuzzy_match}}": "how alike it and the row's answer are",
+}
+"""Graders in YAML that a form offers, with what they give; others may be written."""
 
 
 @dataclass(frozen=True)

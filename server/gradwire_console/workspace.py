@@ -166,6 +166,11 @@ class Workspace:
             return False
         return owner is None or self.role != "user" or owner == self.key_name
 
+    @property
+    def may_sample(self) -> bool:
+        """Whether this key may ask models: a viewer's takes no time of an engine."""
+        return self.role != "viewer"
+
     async def server_info(self) -> gradwire.ServerInfo:
         """The server: asked every two seconds while runs change, every ten while they do not."""
         ask = self.service.server_info
@@ -399,7 +404,7 @@ class Workspace:
 
     def _says(self, away: str) -> None:
         if not self.away:
-            self.away_since = time.time()
+            self.away_since = time.time() - PATIENCE_S  # for so long the client tried to reach it
         self.away = away
         self.revision += 1
         self._changed.set()

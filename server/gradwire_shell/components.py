@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from nicegui import ui
@@ -35,6 +36,7 @@ class Column:
         curve: Whether its cells are small curves: an SVG polyline's points, 100 wide and 24 high.
         mean: Whether the head of a group shows the mean of its cells.
         sparse: Whether it is left out while no row has a value.
+        wraps: Whether its cells have as many lines as they need.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Column:
     curve: bool = False
     mean: bool = False
     sparse: bool = False
+    wraps: bool = False
 
 
 class Table(Element, component="table.js"):
@@ -349,10 +352,16 @@ def skeleton(height: str = "12rem") -> None:
     ui.element("div").classes("gw-skeleton").style(f"height: {height}").props("aria-hidden=true")
 
 
-def bars(values: Sequence[int], labels: Sequence[str], title: str) -> None:
-    """A small histogram: a bar for each count, its label on hover."""
+def bars(values: Sequence[int], edges: Sequence[float], title: str) -> None:
+    """A small histogram: a bar for each count, which stands above it, over an axis from the first edge to the last."""
     most = max(values, default=0) or 1
     with named(ui.element("div").classes("gw-bars").props("role=img"), title):
-        for value, label in zip(values, labels, strict=True):
+        for value, (low, high) in zip(values, pairwise(edges), strict=True):
             bar = ui.element("i").style(f"height: {100 * value / most:.0f}%")
-            bar.props["title"] = f"{label}: {value}"
+            bar.props["title"] = f"{low:.3g} to {high:.3g}: {value}"
+            if value:
+                with bar:
+                    plain(str(value))
+    with ui.element("div").classes("gw-ends quiet"):
+        plain(f"{edges[0]:.4g}")
+        plain(f"{edges[-1]:.4g}")

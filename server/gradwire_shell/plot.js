@@ -29,6 +29,7 @@ export default {
                  axisLabel: { ...axis.axisLabel, alignMaxLabel: "right", // or its end is cut off
                               formatter: time ? null : amount } },
         yAxis: { type: "value", scale: true, min: this.level?.[0] ?? null, max: this.level?.[1] ?? null,
+                 interval: this.level ? (this.level[1] - this.level[0]) / 2 : null, // else its end collides with a tick
                  splitNumber: Math.max(2, Math.floor(this.$el.clientHeight / 45)),
                  splitLine: { lineStyle: { color: token("--line"), width: 0.5 } }, ...axis,
                  axisLabel: { ...axis.axisLabel, formatter: amount }, axisLine: { show: false } },

@@ -34,7 +34,7 @@ export default {
             <tr v-else :class="{at: from + i === at}" :data-key="row.key">
               <td v-if="selectable"><input type="checkbox" :checked="chosen.includes(row.key)"
                   :aria-label="'select ' + row.key" @change="choose(row.key)"></td>
-              <td v-for="c in filled" :key="c.name" :class="{num: c.num}" :title="row[c.name + '_hint'] || null">
+              <td v-for="c in filled" :key="c.name" :class="{num: c.num, wraps: c.wraps}" :title="row[c.name + '_hint'] || null">
                 <a v-if="row.href && c.link" :href="row.href">{{ row[c.name] }}</a>
                 <span v-else-if="c.state" :class="['gw-state', row[c.name]]">{{ row[c.name] }}</span>
                 <svg v-else-if="c.curve && row[c.name]" class="gw-spark" viewBox="-2 -2 104 28" preserveAspectRatio="none" aria-hidden="true"><polyline :points="row[c.name]"/></svg>

@@ -165,6 +165,22 @@ def test_long_and_turning_names_keep_to_themselves(
         page.goto(f"{console.url}/compare?runs={asked}")
         expect(page.locator(".gw-plot canvas").first).to_be_visible()
         assert page.evaluate(fits), "the comparison"
+        long = runs[2]
+        called = {"name": "look", "arguments": {"for": names[2]}, "content": names[2], "error": ""}
+        answer = {"observation": names[2], "action": names[2], "tool_results": [called]}
+        about = {"reason": names[2], "metrics": {names[2]: 1.0}, "steps": [answer]}
+        long.record_rollouts(1, [{"group": 0, "member": n, "reward": n} | about for n in range(2)])
+        long.save_checkpoint(names[2][:50], note=names[2]).result(60)
+        here = f"run/{long.run_id}"
+        for path in (here, f"{here}/checkpoints", f"{here}/rollouts", f"{here}/journal", "audit", "server"):
+            page.goto(f"{console.url}/{path}")
+            expect(page.locator(".gw-state.connected")).to_be_attached()
+            expect(page.locator(".gw-skeleton")).to_have_count(0)
+            assert page.evaluate(fits), path
+        page.goto(f"{console.url}/playground?models={long.run_id}/{names[2][:50]}&prompt=a&tokens=2")
+        page.get_by_role("button", name="Generate").click()
+        expect(page.locator(".gw-answer")).to_be_visible()
+        assert page.evaluate(fits), "the playground"
         page.set_content(page.request.get(f"{console.url}/api/report?runs={asked}").text())
         boxes = [each.bounding_box() for each in page.locator("h1 bdi").all()]
         assert page.evaluate(fits) and len(boxes) == 4, "the report"

@@ -324,6 +324,7 @@ def test_everybody_can_use_the_pages_on_a_phone_too(
         faults += violations(page)
         page.set_viewport_size({"width": 400, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") <= 400, path
+        faults += violations(page)
         if path.startswith("rate/"):
             first, second = (
                 page.get_by_role("group", name="Grade of answer a"),

@@ -68,7 +68,8 @@ class _Checkpoints:
         with ui.element("div").classes("gw-split"):
             with ui.element("div"):
                 with ui.element("div").classes("gw-actions"):
-                    button("Try selected", self._try)
+                    if self._workspace.may_sample:
+                        button("Try selected", self._try)
                     if self._workspace.may_change():
                         self._button("Fork", actions.fork)
                         self._button("Export", actions.export)
@@ -118,7 +119,9 @@ class _Checkpoints:
             record = await self._workspace.record(self._run_id)
             self._found = {each.name: each for each in checkpoints}
             forks, rated = forks_of(self._workspace), await self._rated()
-            self._table.show([_row(each, record, forks[each.path], rated[each.path]) for each in reversed(checkpoints)])
+            rows = [_row(each, record, forks[each.path], rated[each.path]) for each in reversed(checkpoints)]
+            asks = self._workspace.may_sample
+            self._table.show([row if asks else row | {"href": ""} for row in rows])
             self._show_ancestors()
 
     def _show_ancestors(self) -> None:

@@ -88,7 +88,12 @@ async def opened_run(
 @contextmanager
 def _framed(workspaces: Workspaces, workspace: Workspace, here: str) -> Iterator[None]:
     """The frame of a page, with the state of the connection."""
-    with frame("console", SECTIONS, here) as place:
+
+    def leave() -> None:
+        workspaces.sign_out(str(app.storage.browser["id"]))
+        ui.navigate.to("/login")
+
+    with frame("console", SECTIONS, here, sign_out=leave if workspaces.asks else None) as place:
         stale = Lines(classes="gw-note")
         yield
     shown: list[str | None] = [None]

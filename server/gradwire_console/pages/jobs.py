@@ -44,17 +44,19 @@ COLUMNS = (
 EVENT_COLUMNS = (
     Column("time", "When"),
     Column("level", "Level", sparse=True),
-    Column("message", "Event"),
+    Column("message", "Event", wraps=True),
 )
 LOOK_S = 1.0
 REMEDIES = {
     "invalid_training_file": "Mend the row in the file, upload it again, and start the training anew: nothing was"
     " trained yet. With on_error: skip rows that do not fit are left out.",
     "invalid_settings": "Start the training anew with other settings: nothing was trained yet.",
-    "": "The checkpoints that it saved are kept: a new training can start from one (init from). What came before the"
-    " failure is in the log below.",
+    "saved": "The checkpoints that it saved are kept: a new training can start from one (init from). What came before"
+    " the failure is in the log below.",
+    "": "No checkpoint was saved: mend what it names, and start the training anew. What came before the failure is in"
+    " the log below.",
 }
-"""Advice after a failure, by the error's code."""
+"""Advice after a failure, by the error's code, or by whether checkpoints are there."""
 
 
 def register(workspaces: Workspaces) -> None:
@@ -169,7 +171,7 @@ class _Job:
         self._bar.value = job.step / max(job.total_steps, 1)
         self._left.text = _progress(job)  # type: ignore[attr-defined]
         self._state.show(job.state, state)
-        self._failed.show((job.error, job.error_code), _failure)
+        self._failed.show((job.error, job.error_code, bool(job.checkpoints)), _failure)
         if job.run_id and not self._to_run.text:
             self._to_run.text = "Its run"
             self._to_run.props["href"] = f"/run/{job.run_id}"
@@ -246,13 +248,13 @@ def _event(event: gradwire.JobEvent) -> dict[str, Any]:
     }
 
 
-def _failure(failed: tuple[str, str]) -> None:
+def _failure(failed: tuple[str, str, bool]) -> None:
     """Why a job failed, once, and what to do."""
-    reason, code = failed
+    reason, code, saved = failed
     if reason:
         with ui.element("div").classes("gw-error").props("role=alert"):
             plain(reason, "text", tag="div")
-            plain(REMEDIES.get(code, REMEDIES[""]), "quiet", tag="div")
+            plain(REMEDIES.get(code, REMEDIES["saved" if saved else ""]), "quiet", tag="div")
 
 
 def _took(job: gradwire.Job) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import gradwire
 from gradwire.recipes.command import RECIPES
@@ -16,6 +16,7 @@ from gradwire_console.pages.common import FAILURES, act, ask, counted, isolated
 from gradwire_console.preview import SHOWN_CHARS, FirstRow, dry_run, first_rows
 from gradwire_console.recipe_fields import (
     EXAMPLES,
+    GRADERS,
     GROUPS,
     Field,
     fields_of,
@@ -129,6 +130,7 @@ class TrainingForm:
             "teacher": lambda: {name: name for name in self._models} | checkpoints,
             "reference": lambda: {"start": "the model at the start", "base": "the base model"} | checkpoints,
             "reward": lambda: {name: name for name in rewards()} | checkpoints,
+            "grading": lambda: {"": "none: the reward"} | GRADERS,
         }
         return offered[name]() if name in offered else None
 
@@ -137,8 +139,10 @@ class TrainingForm:
         options = {each: each for each in field.choices} or self._options(field.name)
         made: Any
         if options is not None:
-            default = str(field.default)
-            made = ui.select({default: default} | options if default else options, value=default, label=label)
+            default = _text(field.default)
+            offered = {default: default} | options if default else options
+            typed: Literal["add-unique"] | None = "add-unique" if field.name == "grading" else None
+            made = ui.select(offered, value=default, label=label, new_value_mode=typed)
         elif isinstance(field.default, bool):
             made = ui.checkbox(label, value=field.default)
         else:
@@ -271,9 +275,11 @@ def _text(default: Any) -> str:
 
 def _show_row(row: FirstRow) -> None:
     name = f"{row.name}: " if row.name else ""
-    plain(f"{name}{counted(row.num_tokens, 'token')}, {row.num_learned:,} learned", "quiet", tag="div")
     left = SHOWN_CHARS
-    with ui.element("div").classes("gw-tokens gw-first").props("dir=auto tabindex=0"):
+    with ui.element("div"):
+        plain(f"{name}{counted(row.num_tokens, 'token')}, {row.num_learned:,} learned", "quiet", tag="div")
+        place = ui.element("div").classes("gw-tokens gw-first").props("dir=auto tabindex=0")
+    with place:
         for text, on in row.texts:
             shown, left = text[:left], max(0, left - len(text))
             if shown:

@@ -109,6 +109,9 @@ class _Playground:
         self._panels: dict[str, Element] = {}
 
     async def show(self) -> None:
+        if not self._workspace.may_sample:
+            empty("A viewer's key asks no models, as that takes time of an engine: sign in with another.")
+            return
         try:
             served = list(await self._workspace.models())
         except gradwire.GradwireError as failure:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -124,9 +123,8 @@ def _group(name: str, group: Sequence[Rollout]) -> None:
             plain("All rewards are equal: this group gives no gradient.", "gw-flag")
         elif values:
             counts, edges = np.histogram(values, BINS)
-            labels = [f"{low:.3g} to {high:.3g}" for low, high in pairwise(edges)]
-            bars(counts.tolist(), labels, f"Histogram of {counted(len(values), 'reward')}")
-            plain(f"rewards from {min(values):.4g} to {max(values):.4g}", "quiet")
+            plain(f"Rewards of the {counted(len(values), 'answer')}", "quiet")
+            bars(counts.tolist(), edges.tolist(), f"Histogram of {counted(len(values), 'reward')}")
     with ui.element("div").classes("gw-answers"):
         for each in group:
             _rollout(each, prompt)

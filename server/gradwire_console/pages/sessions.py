@@ -19,7 +19,7 @@ from gradwire_console.workspace import Workspace, Workspaces
 COLUMNS = (
     Column("name", "Session", link=True),
     Column("state", "State", "running: its agent may still call", state=True),
-    Column("group", "Group"),
+    Column("belongs", "Group", sparse=True),
     Column("model", "Model"),
     Column("turns", "Turns", "Answered calls", num=True),
     Column("sampled", "Sampled", "Sampled tokens", num=True),
@@ -79,7 +79,7 @@ def _row(info: gradwire.SessionInfo) -> dict[str, Any]:
         "href": f"sessions/{info.session_id}",
         "name": info.name or info.session_id,
         "state": "running" if info.state == "open" else "valid",
-        "group": info.group,
+        "belongs": info.group,
         "model": info.model,
         "turns": info.num_turns,
         "sampled": f"{info.num_sampled_tokens:,}",

@@ -1,4 +1,4 @@
-"""The console's pictures in docs/images, one a page: PYTHONPATH=examples python tools/console_pictures.py.
+"""The console's pictures in docs/images: PYTHONPATH=examples python tools/console_pictures.py.
 
 They are of the demo's trainings, with --model and --data of a real model's (console_demo.py), which are trained where
 they are not there yet. With --all each page is taken at three widths in both themes, into out/console_pictures; a page
@@ -22,6 +22,8 @@ IMAGES, EVERY = Path("docs/images"), Path("out/console_pictures")
 Scheme = Literal["light", "dark"]
 WIDTHS, WIDTH, HEIGHT = (400, 900, 1440), 1440, 900
 SCHEMES: tuple[Scheme, ...] = ("light", "dark")
+SHOWN = ("runs", "run", "form", "playground", "rollouts", "batches")
+"""Pages whose picture is in docs."""
 DARK = ("batches", "playground")
 """Pages whose picture in docs is dark."""
 PATIENCE_MS = 300_000
@@ -77,7 +79,10 @@ async def take(browser: Browser, url: str, name: str, path: str, demo: Demo, sch
     found = await page.evaluate("document.documentElement.scrollWidth")
     if found > width:
         print(f"{name} at {width} px is {found} px wide", file=sys.stderr)
-    picture = await page.screenshot()
+    end = await page.evaluate(
+        "document.querySelector('.gw-main').getBoundingClientRect().bottom"
+    )  # below it is nothing
+    picture = await page.screenshot(clip={"x": 0, "y": 0, "width": width, "height": min(HEIGHT, end)})
     await context.close()
     return picture
 
@@ -93,7 +98,7 @@ async def main(chosen: list[str], model: str, data: str, every: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         async with async_playwright() as playwright:
             browser = await playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-            for page in [each for each in paths if not chosen or each in chosen]:
+            for page in [each for each in paths if each in (chosen or (paths if every else SHOWN))]:
                 scheme: Scheme = "dark" if page in DARK else "light"
                 for theme, width in [(s, w) for s in SCHEMES for w in WIDTHS] if every else [(scheme, WIDTH)]:
                     picture = await take(browser, url, page, paths[page], demo, theme, width)

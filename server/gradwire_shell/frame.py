@@ -88,6 +88,7 @@ def add_pages(within: FastAPI, product: str, *, secret: str, sections: Sequence[
         gzip_middleware_factory=None,  # a policy's nonces are written first
         tailwind=False,  # no page uses it, and its script would take each 50 ms
     )
+    app.config.quasar_config["loadingBar"] = {"skipHijack": True}  # it has no name, and shows while nothing is loaded
 
 
 def _answer_mistyped_addresses(product: str, sections: Sequence[tuple[str, str]]) -> None:

@@ -186,7 +186,7 @@ def test_a_viewers_key_changes_nothing(tiny_model_path: Path, tmp_path: Path, pa
             here: ("Loss · ", ("Try kept", "Fork kept", "Save checkpoint", "Export", "Delete")),
             f"{here}/checkpoints": ("", ("Try selected", "Save checkpoint", "Fork", "Export", "Delete")),
             f"{here}/journal": ("", ("Cancel selected",)),
-            going: ("Curves", ("Pause", "Cancel")),
+            going: ("", ("Pause", "Cancel")),
             ended: ("", ("Delete",)),
             f"{console.url}/jobs": ("", ("New training",)),
             f"{console.url}/playground": ("", ("Generate",)),
@@ -204,7 +204,7 @@ def test_a_viewers_key_changes_nothing(tiny_model_path: Path, tmp_path: Path, pa
             for work in (
                 lambda: reading.get_training_client(run.run_id).save_checkpoint("mine").result(60),
                 lambda: reading.fork_run(f"{run.run_id}/kept"),
-                lambda: reading.sampling_client("tiny").sample("a", max_tokens=1),
+                lambda: reading.sampling_client("tiny").sample("a", max_tokens=1).result(60),
                 lambda: reading.delete_run(run.run_id),
                 lambda: reading.jobs.cancel(jobs["going"]),
                 lambda: reading.jobs.delete(jobs["ended"]),

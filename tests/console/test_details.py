@@ -174,7 +174,7 @@ def test_long_and_turning_names_keep_to_themselves(
         here = f"run/{long.run_id}"
         for path in (here, f"{here}/checkpoints", f"{here}/rollouts", f"{here}/journal", "audit", "server"):
             page.goto(f"{console.url}/{path}")
-            expect(page.locator(".gw-state.connected")).to_be_attached()
+            expect(page.locator(".gw-server .gw-state.connected")).to_be_attached()
             expect(page.locator(".gw-skeleton")).to_have_count(0)
             assert page.evaluate(fits), path
         page.goto(f"{console.url}/playground?models={long.run_id}/{names[2][:50]}&prompt=a&tokens=2")

@@ -39,7 +39,7 @@ EXAMPLES = {
     "mapping": "{prompt: question, completion: answer}",
 }
 """Placeholders of the fields that take a mapping, in YAML."""
-_COMPARED = 'input: "{{sample.output_text}}", reference: "{{item.answer}}"'
+_COMPARED = 'name: answer, input: "{{sample.output_text}}", reference: "{{item.answer}}"'
 GRADERS = {
     f"{{type: string_check, {_COMPARED}, operation: eq}}": "1 for the row's answer, word for word",
     f"{{type: string_check, {_COMPARED}, operation: ilike}}": "1 for a text with the row's answer in it",

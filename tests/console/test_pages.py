@@ -16,7 +16,10 @@ from typing import Any
 import gradwire
 import httpx
 import pytest
+import yaml
 from gradwire import sync
+from gradwire.rl.rewards.graders import grader_of
+from gradwire_console.recipe_fields import GRADERS
 from playwright.sync_api import Browser, Page, expect
 from support.axe import page_at, pages_of, violations
 from support.chats import chat_model
@@ -458,6 +461,11 @@ def _port() -> int:
     from support.server import free_port
 
     return free_port()
+
+
+def test_the_graders_that_the_form_offers_are_valid() -> None:
+    for text in GRADERS:
+        grader_of(yaml.safe_load(text))
 
 
 def _choose(page: Page, field: str, option: str) -> None:

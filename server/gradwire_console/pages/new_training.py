@@ -143,6 +143,7 @@ class TrainingForm:
             offered = {default: default} | options if default else options
             typed: Literal["add-unique"] | None = "add-unique" if field.name == "grading" else None
             made = ui.select(offered, value=default, label=label, new_value_mode=typed)
+            made.on_value_change(self._resolve)
         elif isinstance(field.default, bool):
             made = ui.checkbox(label, value=field.default)
         else:

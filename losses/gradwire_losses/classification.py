@@ -33,6 +33,11 @@ def _check_classes(labels: Tensor, field: str, rows: Tensor, classes: int) -> No
         )
 
 
+def _most_probable(logits: Tensor, labels: Tensor) -> Tensor:
+    """``[N, C], [N] -> [N]`` bool: whether every other class is less probable than the label."""
+    return (logits >= logits.gather(1, labels[:, None])).sum(dim=1) == 1
+
+
 @register_loss(
     "sequence_classification",
     config=ClassificationConfig,
@@ -42,7 +47,7 @@ def _check_classes(labels: Tensor, field: str, rows: Tensor, classes: int) -> No
         row_field("weights", ("[rows]",), "Weight of each row; 1 by default."),
     ),
     scores=("class_logits",),
-    metrics={"accuracy": "share of sequences whose class is the most probable one", "num_rows": "sequences"},
+    metrics={"accuracy": "share of sequences whose class is more probable than every other", "num_rows": "sequences"},
     reference="cross-entropy; label_smoothing: Szegedy et al. 2016 (arXiv 1512.00567)",
     formula="-1/B sum w log softmax(z)_y",
     streams=True,
@@ -61,7 +66,7 @@ def sequence_classification(batch: Batch, scores: Scores, config: Classification
         losses = losses * batch["weights"]
     return LossOutput(
         {"classes": Term(losses.sum(), len(losses), "sequences")},
-        {"accuracy": Mean.of(logits.argmax(dim=1) == labels), "num_rows": Sum(len(losses))},
+        {"accuracy": Mean.of(_most_probable(logits, labels)), "num_rows": Sum(len(losses))},
     )
 
 
@@ -85,7 +90,7 @@ class TokenClassificationConfig(ReductionConfig, ClassificationConfig):
     ),
     scores=("token_class_logits",),
     metrics={
-        "accuracy": "share of labelled tokens whose class is the most probable one",
+        "accuracy": "share of labelled tokens whose class is more probable than every other",
         "num_tokens": "labelled tokens",
     },
     reference="cross-entropy; label_smoothing: Szegedy et al. 2016 (arXiv 1512.00567)",
@@ -104,5 +109,5 @@ def token_classification(batch: Batch, scores: Scores, config: TokenClassificati
     losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=config.label_smoothing)
     return LossOutput(
         {"classes": reduced(losses, batch.row_lengths, config)},
-        {"accuracy": Mean.of(logits.argmax(dim=1) == labels), "num_tokens": Sum(len(losses))},
+        {"accuracy": Mean.of(_most_probable(logits, labels)), "num_tokens": Sum(len(losses))},
     )

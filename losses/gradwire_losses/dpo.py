@@ -252,7 +252,7 @@ def _scores(config: DPOConfig, present: frozenset[str]) -> frozenset[ScoreName]:
     scores=_scores,
     metrics={
         "implicit_reward": "mean over all responses, chosen and rejected, of beta times the log-ratio to the "
-        "reference of the response's tokens together"
+        "reference of the response's tokens together, weighted by ld_alpha as in the loss"
     }
     | PAIR_METRICS,
     reference="Rafailov et al. 2023, Direct Preference Optimization (arXiv 2305.18290); loss types: TRL 1.16",
@@ -277,7 +277,8 @@ def dpo(batch: Batch, scores: Scores, config: DPOConfig) -> LossOutput:
     pairs = read_pairs(batch, scores, weights)
     reference = reference_pairs(batch, scores, pairs.complete, weights)
     ratios = pairs.logprobs - reference
-    nll = -read_pairs(batch, scores).logprobs[:, 0]
+    unweighted = read_pairs(batch, scores)
+    nll = -unweighted.logprobs[:, 0]
     r = LogRatios(ratios, divergence_scores(ratios, config), pairs.logprobs, reference, pairs.lengths, nll)
     importance = (
         select(_policy_weights(batch, scores), pairs.complete) if config.use_weighting else torch.ones_like(r.chosen)
@@ -290,7 +291,7 @@ def dpo(batch: Batch, scores: Scores, config: DPOConfig) -> LossOutput:
         total = weight * losses.sum()
         terms[kind] = Term(total if earlier is None else earlier.sum + total, count, unit)
     rewards = config.beta * ratios.detach()
-    return LossOutput(terms, {"implicit_reward": Mean.of(rewards)} | pair_metrics(pairs, rewards))
+    return LossOutput(terms, {"implicit_reward": Mean.of(rewards)} | pair_metrics(unweighted, rewards))
 
 
 def _policy_weights(batch: Batch, scores: Scores) -> Tensor:

@@ -40,9 +40,11 @@ from gradwire_losses.sampler import (
 GRPO_METRICS = {
     "policy_loss": "the surrogate",
     "entropy": "mean entropy per token (nats)",
-    "kl_divergence": "mean KL per token to the reference (nats); without a reference, to the policy of old_log_probs",
+    "kl_divergence": "mean KL per token to the reference (nats), by kl_estimator; without a reference, to the "
+    "policy of old_log_probs",
     "approx_kl": "mean KL per token from the policy of old_log_probs to the current one, by k3 (nats)",
-    "clip_fraction": "share of tokens whose ratio is clipped; 0 without clipping",
+    "clip_fraction": "share of tokens whose loss a bound of the ratio decides; with dppo_tv and dppo_kl, of those "
+    "outside the trust region; with clip_cov and kl_cov, of those selected by their covariance; 0 without clipping",
     "advantage_mean": "mean advantage per response (or per token, if tokens have their own), before whitening and "
     "planning_alpha",
     "advantage_std": "standard deviation of the advantages",

@@ -135,7 +135,7 @@ def _sequence_advantages(batch: Batch) -> Tensor:
         "is_ratio_max": "largest ratio, before truncation",
         "is_ratio_min": "smallest ratio",
         "clipped_fraction": "share of ratios above clip_ratio, which give no gradient",
-        "kl_divergence": "mean KL per token to the reference (nats); NaN without a reference",
+        "kl_divergence": "mean KL per token to the reference (nats), by kl_estimator; NaN without a reference",
         "advantage_mean": "mean advantage per token or row",
         "reward_mean": "mean over rows of the row's total reward; NaN without rewards",
         **sampler_metrics_of("behavior_log_probs [rows, tokens], or logprobs"),

@@ -115,9 +115,10 @@ PPO_METRICS = {
     "policy_loss": "the clipped surrogate",
     "value_loss": "half the squared error of the critic, clipped; before value_loss_coef",
     "entropy": "mean entropy per token (nats)",
-    "kl_divergence": "mean KL per token to the reference (nats); without a reference, to the policy of old_log_probs",
+    "kl_divergence": "mean KL per token to the reference (nats), by kl_estimator; without a reference, to the "
+    "policy of old_log_probs",
     "approx_kl": "mean KL per token from the policy of old_log_probs to the current one, by k3 (nats)",
-    "clip_fraction": "share of tokens whose ratio is clipped; 0 without clipping",
+    "clip_fraction": "share of tokens whose loss a bound of the ratio decides; 0 without clipping",
     "advantage_mean": "mean advantage per token in the surrogate, normalised by default",
     "advantage_std": "standard deviation of the advantages",
     "advantage_mean_raw": "mean advantage per token before whiten_advantages",

@@ -93,6 +93,11 @@ PAIR_METRICS = {
 }
 
 
+def pair_metrics_of(reward: str, **others: str) -> dict[str, str]:
+    """Descriptions for a loss without a reference: what its implicit reward is, and what else differs."""
+    return PAIR_METRICS | {"chosen_reward": f"mean implicit reward of chosen responses: {reward}"} | others
+
+
 def pair_metrics(pairs: Pairs, rewards: Tensor) -> dict[str, Metric]:
     """Metrics of pairs; ``rewards [P, 2]`` are the responses' implicit rewards."""
     chosen, rejected = rewards.detach().unbind(dim=1)

@@ -12,9 +12,11 @@ from gradwire_losses.batch import Batch, Scores
 from gradwire_losses.fields import PAIR_FIELDS
 from gradwire_losses.kl import exp_minus_one
 from gradwire_losses.outputs import LossOutput, Mean, Metric, Term
-from gradwire_losses.preference import PAIR_METRICS, Pairs, log1mexp, pair_metrics, read_pairs, smoothed_sigmoid
+from gradwire_losses.preference import Pairs, log1mexp, pair_metrics, pair_metrics_of, read_pairs, smoothed_sigmoid
 from gradwire_losses.registry import LossConfig, register_loss
 
+MEAN_REWARD = "beta times the mean log-probability of the response's tokens"
+CHOSEN_NLL = "mean negative log-likelihood per token of the chosen responses (nats), averaged by nll_reduction"
 NLLReduction = Literal["sequence_mean", "token_mean"]
 
 
@@ -48,7 +50,7 @@ class SimPOConfig(LossConfig):
     config=SimPOConfig,
     layout="pairs",
     fields=PAIR_FIELDS,
-    metrics=PAIR_METRICS,
+    metrics=pair_metrics_of(MEAN_REWARD),
     reference="Meng et al. 2024, SimPO (arXiv 2405.14734)",
     formula="-1/P sum log sigmoid(b (m_c - m_w) - gamma)",
     streams=True,
@@ -74,9 +76,9 @@ class ORPOConfig(NLLConfig):
     config=ORPOConfig,
     layout="pairs",
     fields=PAIR_FIELDS,
-    metrics=PAIR_METRICS
+    metrics=pair_metrics_of(MEAN_REWARD)
     | {
-        "nll_loss": "negative log-likelihood of the chosen responses",
+        "nll_loss": CHOSEN_NLL,
         "log_odds_ratio": "mean of the log of chosen odds over rejected odds",
         "log_odds_chosen": "mean of log sigmoid of that, as in the loss",
     },
@@ -127,7 +129,11 @@ def _alpha_rewards(means: Tensor, alpha: float) -> Tensor:
     config=CPOConfig,
     layout="pairs",
     fields=PAIR_FIELDS,
-    metrics=PAIR_METRICS | {"nll_loss": "negative log-likelihood of the chosen responses"},
+    metrics=pair_metrics_of(
+        "beta times the response's log-probability, or its mean per token with loss_type ipo; with alpha, beta times "
+        "(1 - p^-alpha) / alpha of that mean"
+    )
+    | {"nll_loss": CHOSEN_NLL},
     reference="Xu et al. 2024, Contrastive Preference Optimization (arXiv 2401.08417); alpha: Gupta et al. 2025, "
     "AlphaPO (arXiv 2501.03884)",
     formula="-1/P sum log sigmoid(b (log p_c - log p_w)) + alpha NLL(chosen)",

@@ -65,7 +65,7 @@ METRICS = {
     "kl_divergence": "mean KL per token to the reference (nats), by k3; without a reference, to the policy of "
     "old_log_probs",
     "approx_kl": "mean KL per token from the policy of old_log_probs to the current one, by k3 (nats)",
-    "clip_fraction": "share of tokens whose ratio is clipped; 0 without clipping",
+    "clip_fraction": "share of tokens whose loss a bound of the ratio decides; 0 without clipping",
     "advantage_mean": "mean advantage per token before whitening",
     "advantage_std": "standard deviation of the advantages",
     "return_mean": "mean over tokens of the rewards to go, minus the KL penalty",

@@ -127,8 +127,8 @@ RANKED_FIELDS = tuple(field for field in GROUP_FIELDS if field.name in ("prompt_
     ),
     scores=("rewards",),
     metrics={
-        "top_accuracy": "share of groups whose best response has the highest reward",
-        "pair_accuracy": "share of pairs within groups that rewards and ranks order alike",
+        "top_accuracy": "share of groups whose best response alone has the highest reward",
+        "pair_accuracy": "share of pairs within groups that rewards and ranks order alike; equal rewards do not",
         "reward_mean": "mean reward per response",
         "reward_std": "standard deviation of the rewards",
         "num_groups": "number of groups with two or more responses",
@@ -174,11 +174,11 @@ def plackett_luce(batch: Batch, scores: Scores, config: PlackettLuceConfig) -> L
     places = torch.arange(padded.shape[1], device=padded.device)
     better = (places[:, None] < places)[None] & mask[:, :, None] & mask[:, None, :]
     ordered = (padded[:, :, None] > padded[:, None, :]) & better
-    best = padded.masked_fill(~mask, -torch.inf).argmax(dim=1) if padded.shape[1] else padded.new_zeros(0)
+    as_high = (padded.masked_fill(~mask, -torch.inf) >= padded[:, :1]).sum(dim=1)
     return LossOutput(
         {"ranking": Term(losses.sum(), len(padded), "groups")},
         {
-            "top_accuracy": Mean.of(best == 0),
+            "top_accuracy": Mean.of(as_high == 1),
             "pair_accuracy": Mean(ordered.sum(), int((sizes * (sizes - 1)).sum()) // 2),
             "reward_mean": Mean.of(rewards),
             "reward_std": Std.of(rewards),

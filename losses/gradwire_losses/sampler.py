@@ -62,7 +62,8 @@ SAMPLER_METRICS = {
     "step on a batch",
     "sampler_logprob_diff": "mean difference of a token's log-probability, the trainer's less the sampler's, of the "
     "policies of sampler_kl",
-    "sampler_logprob_diff_max": "largest difference of a token's log-probability, of the policies of sampler_kl",
+    "sampler_logprob_diff_max": "largest absolute difference of a token's log-probability, of the policies of "
+    "sampler_kl",
 }
 SAMPLER_RATIO_METRIC = {"sampler_ratio_mean": "mean weight per token of sampler_correction; NaN without it"}
 

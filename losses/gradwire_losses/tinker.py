@@ -52,7 +52,7 @@ POLICY_METRICS = {
     "loss:sum": "the sum over predictions, whatever reduction says",
     "ratio_mean": "mean over predictions of the policy's probability over that of logprobs",
     "ratio_max": "largest ratio",
-    "clip_fraction": "share of predictions whose ratio is clipped",
+    "clip_fraction": "share of predictions whose loss a bound of the ratio decides; 0 without bounds",
     "approx_kl": "mean KL per prediction from the policy of logprobs to the current one, by k3 (nats)",
     **sampler_metrics_of("logprobs"),
 }
@@ -282,7 +282,11 @@ class GSPOConfig(ClipConfig):
         ),
     ),
     scores=("logprobs",),
-    metrics=POLICY_METRICS,
+    metrics=POLICY_METRICS
+    | {
+        "ratio_mean": "mean over predictions of their row's ratio, the geometric mean of its predictions' ratios",
+        "ratio_max": "largest ratio of a row",
+    },
     reference="Zheng et al. 2025, GSPO-token (arXiv 2507.18071, whose clip range the defaults are); "
     "Tinker's documentation, gspo",
     formula="-sum_t min(s_t A_t, clip(s_t, low, high) A_t), s_t = sg(exp(mean_M log r)) p_t / sg(p_t)",

@@ -9,7 +9,7 @@ from pydantic import Field
 from gradwire_losses.batch import Batch, Scores, beside, segment_sum, select
 from gradwire_losses.fields import PAIR_FIELDS, ROW_TOKENS
 from gradwire_losses.outputs import LossOutput, Term
-from gradwire_losses.preference import PAIR_METRICS, Pairs, pair_metrics, smoothed_sigmoid
+from gradwire_losses.preference import Pairs, pair_metrics, pair_metrics_of, smoothed_sigmoid
 from gradwire_losses.registry import FieldSpec, LossConfig, register_loss
 
 
@@ -49,7 +49,11 @@ class TPOConfig(LossConfig):
             aligned_with="gold_input_ids",
         ),
     ),
-    metrics=PAIR_METRICS | {"nll_loss": "mean negative log-likelihood per token of the gold responses (nats)"},
+    metrics=pair_metrics_of(
+        "beta times the response's log-probability, or its mean per token with loss_type ipo or tpo-l",
+        num_pairs="number of triples whose three responses have a scored token; others are left out of all figures",
+    )
+    | {"nll_loss": "mean negative log-likelihood per token of the gold responses (nats)"},
     reference="Saeidi et al. 2024, Triple Preference Optimization (arXiv 2405.16681)",
     formula="-1/P sum log sigmoid(b (log p_c - log p_w)) + alpha NLL(gold); tpo-l: b (m_c - m_w) - gamma, m means",
     streams=True,

@@ -111,7 +111,7 @@ def dpo(examples: Examples, config: Any) -> Result:
         loss += weight * mean([x * p.weight for x, p in zip(losses, pairs, strict=True)])
     rewards = [(b * p.c, b * p.w) for p in pairs]
     return loss, {"implicit_reward": mean([r for pair in rewards for r in pair])} | pair_metrics(
-        rewards, [p.lp for p in pairs]
+        rewards, sums(complete(examples))
     )
 
 

@@ -77,7 +77,7 @@ def plackett_luce(examples: Examples, config: Any) -> Result:
             if config.top_k is None or k < config.top_k:
                 total -= rewards[k] - math.log(math.fsum(math.exp(r) for r in rewards[k:]))
         losses.append(total)
-        tops.append(float(max(rewards) == rewards[0]))
+        tops.append(float(all(rewards[0] > other for other in rewards[1:])))
         pairs += [float(rewards[i] > rewards[j]) for i in range(len(rewards)) for j in range(i + 1, len(rewards))]
     return mean(losses), {
         "top_accuracy": mean(tops),

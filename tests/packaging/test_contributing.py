@@ -71,6 +71,13 @@ def test_the_page_names_files_that_exist() -> None:
     assert [each for each in sorted(named) if not any((base / each).exists() for base in bases)] == []
 
 
+ROW = f'''    "{NAME}": [(
+        row_columns,
+        {{}},
+        lambda drawn: {{"mean_logprob": np.mean([lp for row in flat(drawn.examples()) for lp in row.score_logprobs])}},
+    )],
+'''
+
 HANDLER = '''
 
 def scale_weights(
@@ -214,6 +221,7 @@ def test_a_loss_that_is_added_as_the_page_says_is_tested_by_its_command(tmp_path
     run = copy_to(tmp_path)
     (tmp_path / f"losses/gradwire_losses/{NAME}.py").write_text(LOSS)
     (tmp_path / f"tests/losses/test_{NAME}.py").write_text(CASES)
+    insert(tmp_path / "tests/losses/test_metrics.py", '    "value_only": ', ROW)
     listing = tmp_path / "tests/losses/test_reduction.py"
     listing.write_text(listing.read_text().replace("OF_SEQUENCES = {", f'OF_SEQUENCES = {{"{NAME}", '))
     run(sys.executable, "tools/make_loss_reference.py")

@@ -214,11 +214,12 @@ def ppo(examples: Examples, config: Any) -> Result:
         + (config.beta * reduce(kls, config) if with_reference else 0.0)
     )
     residuals = [r - v for r, v in zip(returns_all, baselines, strict=True)]
+    critic = critic and bool(returns_all)  # a mean over nothing is NaN: all rows may be rejected
     drift = 0.0
     if config.kl_target is not None:
         drift = min(max(mean([x for part in kls for x in part]) / config.kl_target - 1, -0.2), 0.2)
     return loss, {
-        "policy_loss": policy,
+        "policy_loss": policy if approx else math.nan,
         "value_loss": value if critic else math.nan,
         "entropy": mean([x for part in entropies for x in part]),
         "kl_divergence": mean([x for part in kls for x in part]),
@@ -245,8 +246,8 @@ def conservative_ppo(examples: Examples, config: Any) -> Result:
     penalty = config.conservative_coef * violation**2
     return loss + penalty, metrics | {
         "kl_violation": float(violation > 0),
-        "kl_excess": violation,
-        "kl_penalty": penalty,
+        "kl_excess": math.nan if math.isnan(metrics["kl_divergence"]) else violation,
+        "kl_penalty": math.nan if math.isnan(metrics["kl_divergence"]) else penalty,
         "max_kl_threshold": config.max_kl_divergence,
     }
 

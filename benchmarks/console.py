@@ -289,7 +289,7 @@ def time_plots(count: int, long: int, folder: Path) -> bool:
             found_before.add(run_id)
             for what, path, there in (
                 (EMPTY, "uploads", "document.querySelector('.gw-server .gw-state.connected') && performance.now()"),
-                (f"look at the list of {count} runs", "", "document.querySelector('.gw-spark') && performance.now()"),
+                (f"look at {count} runs", "", "document.querySelector('tr[data-key]') && performance.now()"),
                 (name, f"run/{run_id}", f"{DRAWN}.length && {DRAWN}.every(Boolean) && {PAINTED_AT}"),
             ):
                 used = sum(map(cpu_s, pids))

@@ -131,8 +131,11 @@ def test_samples_are_the_same_to_the_bit(pool: ModelPool, tokens: TextTokenizer,
     params = SamplingParams(**{"max_tokens": 60, "seed": 3, "ignore_eos": True} | OPTIONS[options])
     policy = Policy(pool.get("model"))
     found = compared(lambda sampler: [sampler.begin(policy, PROMPTS, params, tokens, alone=True)])
-    assert found.accepted > 3
-    assert found.steps < max(found.samples[0].lengths)
+    if speculation._same_products(policy):  # in bfloat16 by torch, which does not promise it
+        assert found.accepted > 3
+        assert found.steps < max(found.samples[0].lengths)
+    else:
+        assert not found.accepted
 
 
 @pytest.mark.parametrize("rank", [4, 20])
@@ -140,7 +143,7 @@ def test_an_adapter_is_drafted_for(pool: ModelPool, rank: int) -> None:
     policy = adapter_of(pool, f"of {rank}", rank)
     params = SamplingParams(max_tokens=40, seed=3, n=2, temperature=0.5, ignore_eos=True, logit_bias=FEW)
     found = compared(lambda sampler: [sampler.begin(policy, PROMPTS, params)])
-    alike = speculation._same_products(policy)  # in bfloat16 by torch, which does not promise it
+    alike = speculation._same_products(policy)
     assert found.accepted > 3 if alike else not found.accepted
     policy.close()
 

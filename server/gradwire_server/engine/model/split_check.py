@@ -11,7 +11,7 @@ from gradwire_proto.v1 import training_pb2
 from torch import Tensor, nn
 
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.model.comparison import forward_by, largest_difference, relative_tolerance
+from gradwire_server.engine.model.comparison import forward_by, largest_difference, ordinary_ids, relative_tolerance
 from gradwire_server.engine.model.layers.read_weights import observe_reads
 from gradwire_server.engine.model.split_model import ModelFacts, OutputHead, SplitModel
 
@@ -48,7 +48,7 @@ def check_split(split_model: SplitModel) -> None:
     """
     facts = split_model.facts
     length = min(6, facts.context_length)
-    ids = torch.arange(2 * length, device=split_model.device).view(2, length) % facts.vocab_size
+    ids = ordinary_ids(2 * length, facts.vocab_size).view(2, length).to(split_model.device)
 
     def split_logits() -> Tensor:
         head = split_model.output_head()

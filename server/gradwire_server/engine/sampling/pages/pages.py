@@ -28,7 +28,7 @@ from gradwire_server.engine.agreement import Agreement, Failure
 from gradwire_server.engine.model.attention.masked import MaskedSegments, QuerySegment
 from gradwire_server.engine.model.attention.packed import rows_in_order
 from gradwire_server.engine.model.attention.paged import PAGE, PagedDecode, PagedPrefill, RowLists
-from gradwire_server.engine.model.comparison import largest_difference, relative_tolerance
+from gradwire_server.engine.model.comparison import largest_difference, ordinary_ids, relative_tolerance
 from gradwire_server.engine.model.layers.cpu_kernels import sampling_by_kernels
 from gradwire_server.engine.model.packing import Packing, lay_out
 from gradwire_server.engine.model.policy import Policy
@@ -436,7 +436,7 @@ def paged_token_bytes(policy: Policy, agreement: Agreement) -> int:
     if facts.context_length < 4 or policy.split_model.packing is Packing.PADDED:
         return 0
     count = min(facts.context_length, PAGE + 3)
-    ids = (torch.arange(count) + 1) % facts.vocab_size
+    ids = ordinary_ids(count, facts.vocab_size)
 
     def states() -> tuple[Tensor, Tensor, int] | None:
         expected = trunk(input_ids=sent(ids[None], policy.device), use_cache=True)

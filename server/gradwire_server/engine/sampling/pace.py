@@ -13,8 +13,8 @@ from collections.abc import Hashable
 
 SHARE = 1.5
 """Steps without prompts that a part of a prompt takes: with the step itself, a stream waits 2.5 of them."""
-LEAST = 16
-"""Tokens of the smallest part, which is the first. Behind 16,000 a CPU's attention takes as long for 4 as for them."""
+LEAST = 8
+"""Tokens of the smallest part, which is the first. Behind 16,000 a CPU takes as long to attend for one as for them."""
 MEASURED_EVERY = 16
 """Steps after which one is made without prompts, to measure it."""
 

@@ -9,16 +9,16 @@ enum { BLOCK = 64 };  // queries, as in model/packing.py, and keys at a time
 // The numbers of a product that a mask leaves: all, of a row those up to its diagonal, or from it on.
 enum part { ALL, UP_TO, FROM };
 
-// out [M, N] of, or and, x [M, I] by lines [I, N], all with strides, N in whole panels. Row m has its diagonal at m + edge,
-// or, of those from it on, at m - edge.
+// out [M, N] of, or and, x [M, I] by lines [I, N], all with strides, N in whole panels. Row m has its diagonal at
+// m / heads + edge, or, of those from it on, at m - edge.
 static inline __attribute__((always_inline)) void multiply(enum tile_kind kind, enum part part, number edge,
-                                                           const float *x, number of_row, number of_step,
+                                                           number heads, const float *x, number of_row, number of_step,
                                                            const float *lines, number of_line, number of_panel,
                                                            float *out, number O, number M, number I, number N) {
   number tiles = (M + ROWS - 1) / ROWS;
   for (number t = 0; t < tiles; t++) {
     number row = M * t / tiles, end = M * (t + 1) / tiles, first = 0, steps = I;
-    if (part == UP_TO && end + edge < steps) steps = end + edge;
+    if (part == UP_TO && (end - 1) / heads + 1 + edge < steps) steps = (end - 1) / heads + 1 + edge;
     if (part == FROM && row - edge > 0) first = row - edge;
     if (first >= steps) continue;
     for (number n = 0; n < N; n += COLUMNS)
@@ -27,12 +27,12 @@ static inline __attribute__((always_inline)) void multiply(enum tile_kind kind, 
   }
 }
 
-static void added(enum part part, number edge, const float *x, number of_row, number of_step, const float *lines,
-                  float *out, number O, number M, number I, number N) {
+static void added(enum part part, number edge, number heads, const float *x, number of_row, number of_step,
+                  const float *lines, float *out, number O, number M, number I, number N) {
   if (part == UP_TO)
-    multiply(ADDED, UP_TO, edge, x, of_row, of_step, lines, N, COLUMNS, out, O, M, I, N);
+    multiply(ADDED, UP_TO, edge, heads, x, of_row, of_step, lines, N, COLUMNS, out, O, M, I, N);
   else
-    multiply(ADDED, FROM, edge, x, of_row, of_step, lines, N, COLUMNS, out, O, M, I, N);
+    multiply(ADDED, FROM, edge, heads, x, of_row, of_step, lines, N, COLUMNS, out, O, M, I, N);
 }
 
 // x [tokens, D] with a stride -> rows without gaps: those with them may share few sets of a cache.
@@ -58,19 +58,14 @@ static inline number start_of(number key, number from, number to, number edge) {
   return first < to ? first : to;
 }
 
-// One behind the last of the queries, each of which has seen one key more than the one before, in whose window a key is.
-static inline number last_of(number key, number rows, number seen, number window) {
-  number last = key + window - seen + 1;
-  return last < rows ? last : rows;
-}
-
-// Products [tokens, BLOCK] of keys [tokens, D] and the queries from..to of turned ones. A query has those up
-// to its own place and edge; others are not written.
-static void products(const float *keys, const float *turned, float *out, number tokens, number from, number to,
-                     number edge, number D) {
+// Products [tokens, width] of keys [tokens, D] and the queries from..to of turned ones. A query, of which each token has so
+// many, has those up to its token's own place and edge; others are not written.
+static inline __attribute__((always_inline)) void products(const float *keys, const float *turned, float *out,
+                                                           number width, number tokens, number from, number to,
+                                                           number edge, number heads, number D) {
   for (number n = from / COLUMNS * COLUMNS; n < to; n += COLUMNS) {
-    number needed = n + COLUMNS + edge < tokens ? n + COLUMNS + edge : tokens;
-    multiply(WRITTEN, ALL, 0, keys, D, 1, turned + n * D, COLUMNS, 0, out + n, BLOCK, needed, D, COLUMNS);
+    number last = (n + COLUMNS - 1) / heads + 1 + edge, needed = last < tokens ? last : tokens;
+    multiply(WRITTEN, ALL, 0, 1, keys, D, 1, turned + n * D, COLUMNS, 0, out + n, width, needed, D, COLUMNS);
   }
 }
 
@@ -95,7 +90,7 @@ void attend_in_blocks(const float *q, number q_token, number q_head, const float
       for (number key = part[2]; key < part[3]; key += BLOCK) {
         number tokens = part[3] - key < BLOCK ? part[3] - key : BLOCK, edge = start - key;
         gather(k + key * k_token + kv * k_head, k_token, keys, tokens, D);
-        products(keys, turned, scores, tokens, from, to, edge, D);
+        products(keys, turned, scores, BLOCK, tokens, from, to, edge, 1, D);
         memcpy(less, most, sizeof less);
         for (number c = 0; c < tokens; c++) {
           const float *own = scores + c * BLOCK;
@@ -111,7 +106,7 @@ void attend_in_blocks(const float *q, number q_token, number q_head, const float
         for (number r = from; r < to; r++)
           for (number d = 0; d < D; d++) result[r * D + d] *= less[r];
         gather(v + key * v_token + kv * v_head, v_token, keys, tokens, D);
-        added(UP_TO, from + edge, scores + from, 1, BLOCK, keys, result + from * D, D, to - from, tokens, D);
+        added(UP_TO, from + edge, 1, scores + from, 1, BLOCK, keys, result + from * D, D, to - from, tokens, D);
       }
     }
     for (number r = 0; r < rows; r++) {
@@ -121,43 +116,60 @@ void attend_in_blocks(const float *q, number q_token, number q_head, const float
   }
 }
 
-// Attention of queries to the keys at places, the first of them to those before seen, and each one after it to step more,
-// of which it has the last window: the largest score first, then the sums, key by key in the order of the places. So a
-// query's bits are the same whatever queries are beside it, and wherever its keys lie.
-static void in_order(const float *q, number of_query, number rows, number seen, number step, number window,
-                     const float *k, number k_token, const float *v, number v_token, const number *places, number count,
-                     float scale, float *scores, float *out, number of_out, float *lse, number of_lse, number D) {
+// One behind the last of the tokens, each of which has seen one key more than the one before, in whose window a key is.
+static inline number last_of(number key, number tokens, number seen, number window) {
+  number last = key + window - seen + 1;
+  return last < tokens ? last : tokens;
+}
+
+// Attention of the queries of some heads to the keys at places, which all have: the first token to those before seen, and
+// each one after it to one more, of which it has the last window: the largest score first, then the sums, key by key in the
+// order of the places. So a query's bits are the same whatever queries are beside it, and wherever its keys lie.
+static void in_order(const float *q, number q_token, number q_head, number tokens, number heads, number seen,
+                     number window, const float *k, number k_token, const float *v, number v_token,
+                     const number *places, number count, float scale, float *out, number of_token, float *lse,
+                     number lse_token, number D) {
+  number rows = tokens * heads, width = (rows + COLUMNS - 1) / COLUMNS * COLUMNS;
   float result[BLOCK * D], turned[BLOCK * D], keys[BLOCK * D], most[BLOCK], total[BLOCK];
-  gather(q, of_query, result, rows, D);
+  float *scores = malloc(sizeof(float) * width * (count + BLOCK));
+  for (number t = 0; t < tokens; t++) gather(q + t * q_token, q_head, result + t * heads * D, heads, D);
   turn(result, scale, turned, rows, D);
   memset(result, 0, sizeof(float) * rows * D);
   for (number r = 0; r < rows; r++) most[r] = -FLT_MAX, total[r] = 0;
   for (number key = 0; key < count; key += BLOCK) {
-    number tokens = count - key < BLOCK ? count - key : BLOCK, edge = step ? seen - 1 - key : tokens;
-    for (number t = 0; t < tokens; t++) memcpy(keys + t * D, k + places[key + t] * k_token, sizeof(float) * D);
-    products(keys, turned, scores + key * BLOCK, tokens, 0, rows, edge, D);
-    for (number c = 0; c < tokens; c++) {
-      const float *own = scores + (key + c) * BLOCK;
-      number last = step ? last_of(key + c, rows, seen, window) : rows;
-      for (number r = start_of(c, 0, rows, edge); r < last; r++) most[r] = own[r] > most[r] ? own[r] : most[r];
+    number there = count - key < BLOCK ? count - key : BLOCK, edge = seen - 1 - key;
+    for (number t = 0; t < there; t++) memcpy(keys + t * D, k + places[key + t] * k_token, sizeof(float) * D);
+    products(keys, turned, scores + key * width, width, there, 0, rows, edge, heads, D);
+    for (number c = 0; c < there; c++) {
+      const float *own = scores + (key + c) * width;
+      number last = last_of(key + c, tokens, seen, window) * heads;
+      for (number r = start_of(c, 0, tokens, edge) * heads; r < last; r++) most[r] = own[r] > most[r] ? own[r] : most[r];
     }
   }
   for (number key = 0; key < count; key += BLOCK) {
-    number tokens = count - key < BLOCK ? count - key : BLOCK, edge = step ? seen - 1 - key : tokens;
-    for (number c = 0; c < tokens; c++) {
-      float *own = scores + (key + c) * BLOCK;
-      number r = start_of(c, 0, rows, edge), last = step ? last_of(key + c, rows, seen, window) : rows;
+    number there = count - key < BLOCK ? count - key : BLOCK, edge = seen - 1 - key;
+    for (number c = 0; c < there; c++) {
+      float *own = scores + (key + c) * width;
+      number r = start_of(c, 0, tokens, edge) * heads, last = last_of(key + c, tokens, seen, window) * heads;
       memset(own, 0, sizeof(float) * r);
       for (; r < last; r++) total[r] += own[r] = weight_of(own[r], most[r]);
       memset(own + last, 0, sizeof(float) * (rows - last));
     }
-    for (number t = 0; t < tokens; t++) memcpy(keys + t * D, v + places[key + t] * v_token, sizeof(float) * D);
-    added(UP_TO, edge, scores + key * BLOCK, 1, BLOCK, keys, result, D, rows, tokens, D);
+    for (number t = 0; t < there; t++) memcpy(keys + t * D, v + places[key + t] * v_token, sizeof(float) * D);
+    added(UP_TO, edge, heads, scores + key * width, 1, width, keys, result, D, rows, there, D);
   }
   for (number r = 0; r < rows; r++) {
-    for (number d = 0; d < D; d++) out[r * of_out + d] = result[r * D + d] / total[r];
-    lse[r * of_lse] = most[r] + logf(total[r]);
+    for (number d = 0; d < D; d++) out[r / heads * of_token + r % heads * D + d] = result[r * D + d] / total[r];
+    lse[r / heads * lse_token + r % heads] = most[r] + logf(total[r]);
   }
+  free(scores);
+}
+
+// How many of the heads that share keys are one block with so many tokens.
+static inline number together(number shared_by, number tokens) {
+  number heads = shared_by;
+  while (heads > 1 && (shared_by % heads || heads * tokens > BLOCK)) heads--;
+  return heads;
 }
 
 // The same as attend_in_blocks, in order. A block has queries start..stop, of which the last has the keys at
@@ -169,18 +181,17 @@ void attend_in_order(const float *q, number q_token, number q_head, const float 
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
   for (number item = 0; item < B * H; item++) {
     const number *block = blocks + item / H * 4;
-    number head = item % H, kv = head / (H / K), start = block[0], rows = block[1] - start;
-    number seen = block[3] - block[2] - rows + 1, out_of_all = seen > window ? seen - window : 0;
-    number count = block[3] - block[2] - out_of_all;
-    float *scores = malloc(sizeof(float) * BLOCK * (count + BLOCK));
-    in_order(q + start * q_token + head * q_head, q_token, rows, seen - out_of_all, 1, window, k + kv * k_head, k_token,
-             v + kv * v_head, v_token, places + block[2] + out_of_all, count, scale, scores,
-             out + (start * H + head) * D, H * D, lse + start * H + head, H, D);
-    free(scores);
+    number head = item % H, kv = head / (H / K), start = block[0], tokens = block[1] - start;
+    number heads = together(H / K, tokens);
+    if (head % heads) continue;
+    number seen = block[3] - block[2] - tokens + 1, out_of_all = seen > window ? seen - window : 0;
+    in_order(q + start * q_token + head * q_head, q_token, q_head, tokens, heads, seen - out_of_all, window,
+             k + kv * k_head, k_token, v + kv * v_head, v_token, places + block[2] + out_of_all,
+             block[3] - block[2] - out_of_all, scale, out + (start * H + head) * D, H * D, lse + start * H + head, H, D);
   }
 }
 
-// The same as attend, in order, with heads of one size: the heads that share keys are one block.
+// The same as attend, in order, with heads of one size.
 void attend_to_pages_in_order(const float *q, number of_row, number of_head, const float *k, const float *v,
                               const number *table, const number *lengths, float scale, float *out, float *lse, number R,
                               number H, number K, number T, number N, number page, number D, number window,
@@ -189,15 +200,13 @@ void attend_to_pages_in_order(const float *q, number of_row, number of_head, con
   for (number item = 0; item < R * K; item++) {
     number row = item / K, kv = item % K, shared_by = H / K, count = lengths[row] < window ? lengths[row] : window;
     number *places = malloc(sizeof(number) * count);
-    float *scores = malloc(sizeof(float) * BLOCK * (count + BLOCK));
     for (number t = lengths[row] - count, own = 0; own < count; t++, own++)
       places[own] = table[row * N + t / page] * page + t % page;
     for (number first = 0; first < shared_by; first += BLOCK) {
-      number rows = shared_by - first < BLOCK ? shared_by - first : BLOCK, head = kv * shared_by + first;
-      in_order(q + row * of_row + head * of_head, of_head, rows, count, 0, count, k + kv * T * D, D, v + kv * T * D, D, places,
-               count, scale, scores, out + (row * H + head) * D, D, lse + row * H + head, 1, D);
+      number heads = shared_by - first < BLOCK ? shared_by - first : BLOCK, head = kv * shared_by + first;
+      in_order(q + row * of_row + head * of_head, of_row, of_head, 1, heads, count, count, k + kv * T * D, D,
+               v + kv * T * D, D, places, count, scale, out + (row * H + head) * D, H * D, lse + row * H + head, H, D);
     }
-    free(scores);
     free(places);
   }
 }
@@ -239,8 +248,8 @@ void attend_in_blocks_gradients(const float *of_out, const float *q, number q_to
           number tokens = part[3] - key < BLOCK ? part[3] - key : BLOCK, edge = start - key;
           gather(k + key * k_token + kv * k_head, k_token, keys, tokens, D);
           gather(v + key * v_token + kv * v_head, v_token, values, tokens, D);
-          products(keys, turned, scores, tokens, from, to, edge, D);
-          products(values, of_turned, of_scores, tokens, from, to, edge, D);
+          products(keys, turned, scores, BLOCK, tokens, from, to, edge, 1, D);
+          products(values, of_turned, of_scores, BLOCK, tokens, from, to, edge, 1, D);
           for (number c = 0; c < tokens; c++) {
             float *own = scores + c * BLOCK, *of_own = of_scores + c * BLOCK;
             number first = start_of(c, from, to, edge);
@@ -251,11 +260,11 @@ void attend_in_blocks_gradients(const float *of_out, const float *q, number q_to
               of_own[r] = own[r] * (of_own[r] - along[r]) * scale;
             }
           }
-          added(FROM, from + edge, scores + from, BLOCK, 1, grad + from * D, of_v + (key * K + kv) * D, K * D, tokens,
+          added(FROM, from + edge, 1, scores + from, BLOCK, 1, grad + from * D, of_v + (key * K + kv) * D, K * D, tokens,
                 to - from, D);
-          added(FROM, from + edge, of_scores + from, BLOCK, 1, queries + from * D, of_k + (key * K + kv) * D, K * D,
+          added(FROM, from + edge, 1, of_scores + from, BLOCK, 1, queries + from * D, of_k + (key * K + kv) * D, K * D,
                 tokens, to - from, D);
-          added(UP_TO, from + edge, of_scores + from, 1, BLOCK, keys, of_queries + from * D, D, to - from, tokens, D);
+          added(UP_TO, from + edge, 1, of_scores + from, 1, BLOCK, keys, of_queries + from * D, D, to - from, tokens, D);
         }
       }
       for (number r = 0; r < rows; r++)

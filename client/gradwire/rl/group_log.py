@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import dataclasses
 import itertools
 import json
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from gradwire.rl.types import (
 )
 from gradwire.whole_files import whole_file
 
-Collected = tuple[int, Task, Sequence[Trajectory], Mapping[str, Metric]]
-"""A group's number, task, trajectories and the metrics of its collection, of which those of the clock are not kept."""
+Collected = tuple[int, int | None, Task, Sequence[Trajectory], Mapping[str, Metric]]
+"""A group's number, the ledger's turn when its collection began, its task, its trajectories and the metrics of its
+collection, of which those of the clock are not kept."""
 
 
 class GroupLog:
@@ -47,17 +49,19 @@ class GroupLog:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self.path, self._lock, self.places = path, threading.Lock(), itertools.count()
+        self.path, self.places = path, itertools.count()
+        self._writer = ThreadPoolExecutor(1, "group-log")  # one: whoever waits goes on in the order of the lines
 
-    def add(self, groups: Sequence[Collected]) -> list[int]:
+    async def add(self, groups: Sequence[Collected]) -> list[int]:
         """Append groups that were collected together; return their places."""
+        return await asyncio.get_running_loop().run_in_executor(self._writer, self._add, groups)
+
+    def _add(self, groups: Sequence[Collected]) -> list[int]:
         assert self.path is not None
-        lines = "".join(map(_line, groups))
-        with self._lock:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(lines)
-            return [next(self.places) for _ in groups]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(map(_line, groups)))
+        return [next(self.places) for _ in groups]
 
     def lines(self) -> Iterator[tuple[int, str]]:
         """Yield each group's number and content, in the order of their collection; an incomplete line is left out."""
@@ -75,36 +79,40 @@ class GroupLog:
             if read := read_group(logged.get(number, ""), task):
                 yield read[0]
 
-    def keep(self, wanted: Callable[[int], bool]) -> None:
+    async def keep(self, wanted: Callable[[int], bool]) -> None:
         """Remove the groups whose numbers are not wanted."""
+        await asyncio.get_running_loop().run_in_executor(self._writer, self._keep, wanted)
+
+    def _keep(self, wanted: Callable[[int], bool]) -> None:
         if self.path is None or not self.path.exists():
             return
-        with self._lock, whole_file(self.path) as whole:
+        with whole_file(self.path) as whole:
             for number, content in self.lines():
                 if wanted(number):
                     whole.write(f"{number}\t{content}".encode())
 
 
 def _line(collected: Collected) -> str:
-    number, task, group, metrics = collected
+    number, turn, task, group, metrics = collected
     timeless = {
         name: [type(each).__name__, *vars(each).values()]
         for name, each in metrics.items()
         if not isinstance(each, Elapsed)
     }
-    content = {"task": task.key, "metrics": timeless, "trajectories": [_packed(each) for each in group]}
+    trajectories = [_packed(each) for each in group]
+    content = {"task": task.key, "turn": turn, "metrics": timeless, "trajectories": trajectories}
     return f"{number}\t{json.dumps(content, default=_plain)}\n"
 
 
-def read_group(content: str, task: Task) -> tuple[list[Trajectory], dict[str, Metric]] | None:
-    """Read a logged group of a task; None if there is none, or it is a group of another task."""
+def read_group(content: str, task: Task) -> tuple[list[Trajectory], dict[str, Metric], int | None] | None:
+    """Read a logged group of a task, its metrics and turn; None if there is none, or it is a group of another task."""
     if not content:
         return None
     read = json.loads(content)
     if read["task"] != task.key:
         return None
     metrics = {name: getattr(kinds, kind)(*values) for name, (kind, *values) in read["metrics"].items()}
-    return [_unpacked(each, task) for each in read["trajectories"]], metrics
+    return [_unpacked(each, task) for each in read["trajectories"]], metrics, read["turn"]
 
 
 def _packed(trajectory: Trajectory) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from gradwire.errors import NonFiniteError
 from gradwire.rl import GRPOAlgorithm, Mixture, Part, StagedCurriculum, SuccessCurriculum
 from gradwire.rl.environments import BaseEnvironment, StepResult
+from gradwire.rl.group_log import GroupLog
 from gradwire.rl.types import Action, State, Task
 from support.checking_run import CheckingRun, arrived, config, walk
 
@@ -136,8 +139,20 @@ async def test_after_kills_nothing_is_lost_nor_repeated_nor_collected_anew(
     assert sum(begun.values()) - 96 <= 3 * 2 * (4 if mode == "sync" else 8)
 
 
-async def test_a_killed_training_repeats_what_it_learned(tmp_path: Path, rule_inference: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("disk", ["fast", "slow"])
+async def test_a_killed_training_repeats_what_it_learned(
+    disk: str, tmp_path: Path, rule_inference: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The groups since the checkpoint are trained on again, in the same minibatches and without one new episode."""
+    if disk == "slow":
+        add, chance = GroupLog._add, random.Random(0)
+
+        def slowly(log: GroupLog, groups: Any) -> list[int]:
+            places = add(log, groups)
+            time.sleep(0.01 * chance.random())
+            return places
+
+        monkeypatch.setattr(GroupLog, "_add", slowly)
     given = tasks([1 + n % 7 for n in range(40)])
     run, inference = CheckingRun(), rule_inference(walk)
     settings: dict[str, Any] = {"checkpoint_dir": tmp_path, "save_every": 3}

@@ -42,7 +42,7 @@ def trajectory(reward: float = 1.0, status: Any = "completed") -> Trajectory:
     return Trajectory(Task("q", "5", "t1"), 3, 1, steps=[step], reward=reward, status=status, evaluation=verdict)
 
 
-def test_a_group_is_read_as_it_was_collected(tmp_path: Path) -> None:
+async def test_a_group_is_read_as_it_was_collected(tmp_path: Path) -> None:
     """Prompts that continue or replace what was before, keys of tuples, versions of tokens, scores of steps."""
     task, log = Task("q", "5", "t1"), GroupLog(tmp_path / "groups.jsonl")
     ids, said = np.arange(3, 9), ({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"})
@@ -64,13 +64,13 @@ def test_a_group_is_read_as_it_was_collected(tmp_path: Path) -> None:
         group.append(Trajectory(task, 12, member, 99, steps, said, "truncated", seconds=1.5, reward=0.1 + member,
                                 evaluation=verdict))  # fmt: skip
     metrics = {"a": Mean(3.0, 2), "b": Std.of([1, 2, 5]), "c": Elapsed(0, 1), "d": Max(4.0)}
-    assert log.add([(12, task, group, metrics), (13, task, group[:1], {})]) == [0, 1]
+    assert await log.add([(12, 3, task, group, metrics), (13, None, task, group[:1], {})]) == [0, 1]
     with log.path.open("a") as file:  # type: ignore[union-attr]
         file.write('14\t{"task": "t1", "traj')  # the process was killed here
     (number, content), (following, _) = log.lines()
     read = read_group(content, task)
     assert read is not None and (number, following) == (12, 13)
-    assert read[1] == {name: each for name, each in metrics.items() if name != "c"}
+    assert read[1:] == ({name: each for name, each in metrics.items() if name != "c"}, 3)
     for before, after in zip(group, read[0], strict=True):
         for one, other in zip(before.steps, after.steps, strict=True):
             for name, value in vars(one).items():
@@ -83,9 +83,9 @@ def test_a_group_is_read_as_it_was_collected(tmp_path: Path) -> None:
         assert vars(after) | {"steps": 0} == vars(before) | {"steps": 0}
         assert rows_of([after])[0].ids.tolist() == rows_of([before])[0].ids.tolist()
     assert read_group(content, Task("another")) is None
-    log.keep(lambda number: number == 13)
+    await log.keep(lambda number: number == 13)
     assert [number for number, _ in log.lines()] == [13]
-    assert log.add([(15, task, group, {})]) == [2]
+    assert await log.add([(15, 0, task, group, {})]) == [2]
     assert [number for number, _ in log.lines()] == [13, 15]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import itertools
 import logging
@@ -28,7 +27,7 @@ class Group:
     Attributes:
         number: Its place in the order of the tasks, from 0. Seeds and the trajectories' ``group`` come from it.
         task: The task.
-        turn: The ledger's, when its collection began; None: it has not begun in this call.
+        turn: The ledger's, when its collection began, also in an earlier process; None: it has not begun in this call.
         collected: Its place in the order of completion; None: it is not collected.
         trajectories: Its scored trajectories.
         metrics: Metrics of its collection.
@@ -92,6 +91,7 @@ class Ledger:
         self._tasks: dict[int, Task] = {}
         self._chosen = self._next = self.turn = 0
         self._logged: dict[int, tuple[int, str]] = {}
+        self._entering: set[Group] = set()  # which are being logged
 
     def give_out(self, count: int) -> None:
         """Open the groups of the next tasks."""
@@ -115,15 +115,19 @@ class Ledger:
         order, content = self._logged.pop(number, (0, ""))
         read = read_group(content, group.task)
         if read is not None and len(read[0]) == self._group_size:
-            (group.trajectories, group.metrics), group.collected, group.turn = read, order, self.turn
+            (group.trajectories, group.metrics, group.turn), group.collected = read, order
 
     async def collect(self, groups: Mapping[Group, tuple[list[Trajectory], Mapping[str, Metric]]]) -> None:
         """Enter the trajectories of groups, and log them; groups without any that ran are not logged."""
         places = {group: next(self._log.places) for group in groups}
         ran = [group for group, (trajectories, _) in groups.items() if any(each.ok for each in trajectories)]
         if ran and self._log.path is not None:
-            collected = [(group.number, group.task, *groups[group]) for group in ran]
-            places |= zip(ran, await asyncio.to_thread(self._log.add, collected), strict=True)
+            self._entering |= {*ran}
+            try:
+                collected = [(group.number, group.turn, group.task, *groups[group]) for group in ran]
+                places |= zip(ran, await self._log.add(collected), strict=True)
+            finally:
+                self._entering -= {*ran}
         for group, (trajectories, metrics) in groups.items():
             group.trajectories, group.metrics, group.collected = trajectories, metrics, places[group]
 
@@ -191,7 +195,8 @@ class Ledger:
             self.read_log()
         for number, turn in turns.items():
             self._open(number)
-            self.open[number].turn = turn
+            if self.open[number].collected is None:
+                self.open[number].turn = turn
         return chosen
 
     def read_log(self) -> None:
@@ -202,6 +207,6 @@ class Ledger:
 
     async def prune_log(self, kept: Iterable[int] = ()) -> None:
         """Remove from the log what neither the newest state needs nor is among the groups to be kept."""
-        wanted = {number for number, group in self.open.items() if group.collected is not None}
-        wanted |= {*self._logged, *kept}
-        await asyncio.to_thread(self._log.keep, wanted.__contains__)
+        here = (group for group in self.open.values() if group.collected is not None or group in self._entering)
+        wanted = {group.number for group in here} | {*self._logged, *kept}
+        await self._log.keep(wanted.__contains__)

@@ -260,7 +260,7 @@ class Source:
         if pace.max_age is not None:
             return self._waiting
         left = {
-            group: pace.lag if group.turn is None else max(0, group.turn + pace.lag - self.ledger.turn)
+            group: pace.lag if group.turn is None else min(pace.lag, max(0, group.turn + pace.lag - self.ledger.turn))
             for group in self._waiting
         }
         order = sorted(left, key=left.__getitem__)

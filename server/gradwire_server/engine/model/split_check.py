@@ -61,7 +61,7 @@ def check_split(split_model: SplitModel) -> None:
         ours = split_model.compute(split_logits)
         if not bool(ours.isfinite().all()):
             raise _unsupported(facts, f"its logits are not finite in {split_model.dtype}")
-        _check_training_mode(split_model, ids)
+        _check_training_mode(split_model, ordinary_ids(min(32, facts.context_length), facts.vocab_size)[None].to(ids))
     for row, width in enumerate((length, max(1, length // 2))):
         theirs = split_model.model(input_ids=ids[row : row + 1, :width], use_cache=False).logits[0].float()
         error, size = largest_difference(ours[row, :width], theirs)

@@ -112,7 +112,7 @@ LESSONS = {
     "gigpo": Lesson(
         "gigpo", "to look into a box, by a tool, before it says what is in it",
         {"data": "boxes.jsonl", "environment": f"{TASKS}:Box", "reward": f"{TASKS}:found", "answer_tokens": 16,
-         "max_steps": 8, "held_out": 0.0}, "rewards/reward", 0.5,
+         "max_steps": 16, "held_out": 0.0}, "rewards/reward", 0.5,
     ),
     "ppo": Lesson(
         "ppo", "what the reward model of `reward` scores highly, from the policy that `sft` made",
@@ -161,8 +161,11 @@ class Result:
         lesson = LESSONS[self.name]
         value = self.last - self.first if lesson.gain else self.last
         reached = value <= lesson.reach if lesson.falls else value >= lesson.reach
+        wanted = f"should {'rise by' if lesson.gain else 'reach'} {lesson.reach:g}"
         told = (
-            [] if reached else [f"{self.name}: {lesson.metric} is {self.last:.4g}, and should reach {lesson.reach:g}"]
+            []
+            if reached
+            else [f"{self.name}: {lesson.metric} went from {self.first:.4g} to {self.last:.4g}, and {wanted}"]
         )
         if self.trl and self.apart > CLOSE:
             told.append(f"{self.name}: a loss is {self.apart:.2g} from TRL's")
@@ -187,8 +190,8 @@ def write_data(source: Path, folder: Path, seed: int = 0) -> None:
     texts = [" ".join(chance.choices(WORDS.split(), k=chance.randint(3, 6))) for _ in range(512)]
     asked = "Reverse the text character by character. Put your answer in <reversed_text> tags.\n\n"
     write("reverse", [{"prompt": asked + text, "answer": text[::-1]} for text in texts])
-    box = "A box holds one word. Write LOOK to look into it, then write the word. Which word is in box"
-    write("boxes", [{"prompt": f"{box} {n}?", "answer": chance.choice(WORDS.split())} for n in range(512)])
+    box = "Box {} is closed. Write LOOK to open it. Which word is in it?"
+    write("boxes", [{"prompt": box.format(n), "answer": chance.choice(WORDS.split())} for n in range(512)])
     sums = [(chance.randint(2, 60), chance.randint(2, 60)) for _ in range(512)]
     write("sums", [{"prompt": f"What is {a} + {b}? Answer with the number.", "answer": str(a + b)} for a, b in sums])
 

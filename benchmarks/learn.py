@@ -56,6 +56,8 @@ MARKED = {
 """Whether an answer ends as GSM8K's do."""
 HELD_OUT = 24
 """Rows to evaluate on."""
+SHOWN = 300
+"""Characters of a text that the lane prints."""
 WORDS = (
     "the a red blue old small green house dog cat tree sun moon river stone bread water night day king ship road bird "
     "fish apple glass door lamp song"
@@ -282,6 +284,33 @@ def ask_trl(model: str, result: Result, steps: int) -> list[float]:
     return losses
 
 
+def examples(name: str) -> list[tuple[str, str]]:
+    """Texts of a lesson, each with what it is: answers of before and after, or of the first and the last iteration."""
+    graded, sampled = OUT / name / "evaluation" / "answers.jsonl", OUT / name / "trajectories.jsonl"
+    if graded.exists():
+        lines = list(read_jsonl(graded))
+        before, after = lines[: len(lines) // 2], lines[len(lines) // 2 :]
+        return [
+            (what, text)
+            for old, new in list(zip(before, after))[:2]
+            for what, text in (
+                ("question", old["item"]["prompt"]), ("before", old["answer"]), ("after", new["answer"])
+            )
+        ]  # fmt: skip
+    if not sampled.exists():
+        return []
+    lines = list(read_jsonl(sampled))
+    ends = [next(line for line in lines if line["iteration"] == at) for at in (0, lines[-1]["iteration"])]
+    return [
+        (what, text)
+        for line, when in zip(ends, ("first", "last"))
+        for what, text in (
+            ("question", line["steps"][0]["observation"]),
+            (f"{when} iteration, reward {line['reward']:.3g}", line["steps"][-1]["action"]),
+        )
+    ]
+
+
 async def lessons(model: str, names: Sequence[str], questions: int, done: Callable[[Result], None]) -> None:
     """Run lessons on one server, whose state stays in ``out/learn/server``."""
     async with gradwire.connect(models=[model], state_dir=OUT / "server") as service:
@@ -315,9 +344,16 @@ def main() -> None:
 
     def keep(result: Result) -> None:
         (OUT / result.name / "result.json").write_text(json.dumps(asdict(result)))
-        print(f"{result.name}: {LESSONS[result.name].metric} {result.first:.4g} -> {result.last:.4g}", flush=True)
 
-    asyncio.run(lessons(args.model, names, args.questions, keep))
+    def tell(result: Result) -> None:
+        keep(result)
+        print(f"{result.name}: {LESSONS[result.name].metric} {result.first:.4g} -> {result.last:.4g}")
+        for what, text in examples(result.name):
+            line = " ".join(text.split())
+            print(f"  {what}: {line[:SHOWN]}{' …' if len(line) > SHOWN else ''}")
+        print(flush=True)
+
+    asyncio.run(lessons(args.model, names, args.questions, tell))
     for name in names:
         result = Result(**json.loads((OUT / name / "result.json").read_text()))
         if LESSONS[name].trl and args.trl_steps and TRL_PYTHON.exists():

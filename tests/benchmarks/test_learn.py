@@ -68,6 +68,26 @@ def test_the_reward_is_the_share_that_is_right() -> None:
     assert reversed_share("<reversed_text>cb", "cba") == 0.8 and reversed_share("xyz", "cba") == 0.0
 
 
+def test_the_lane_shows_answers_of_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learn, "OUT", tmp_path)
+    assert learn.examples("dpo") == []
+    for folder in ("sft/evaluation", "ppo"):
+        (tmp_path / folder).mkdir(parents=True)
+    answers = [{"item": {"prompt": f"{n}?"}, "answer": said + str(n)} for said in ("base ", "tuned ") for n in range(3)]
+    (tmp_path / "sft/evaluation/answers.jsonl").write_text("\n".join(map(json.dumps, answers)))
+    shown = [("question", "0?"), ("before", "base 0"), ("after", "tuned 0")]
+    assert learn.examples("sft") == [*shown, ("question", "1?"), ("before", "base 1"), ("after", "tuned 1")]
+    rollouts = [
+        {"iteration": at, "reward": at / 2, "steps": [{"observation": f"q{at}{n}", "action": f"a{at}{n}"}]}
+        for at in range(3) for n in range(2)
+    ]  # fmt: skip
+    (tmp_path / "ppo/trajectories.jsonl").write_text("\n".join(map(json.dumps, rollouts)))
+    assert learn.examples("ppo") == [
+        ("question", "q00"), ("first iteration, reward 0", "a00"),
+        ("question", "q20"), ("last iteration, reward 1", "a20"),
+    ]  # fmt: skip
+
+
 def test_the_page_has_a_line_a_lesson(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PAGE", "PICTURE", "FIGURES"):
         monkeypatch.setattr(learn_page, name, tmp_path / name)

@@ -118,7 +118,7 @@ LESSONS = {
     ),
     "ppo": Lesson(
         "ppo", "what the reward model of `reward` scores highly, from the policy that `sft` made",
-        {"data": "talks.jsonl", "init_from": "sft", "reward": "reward", "answer_tokens": 64, "max_steps": 8,
+        {"data": "talks.jsonl", "init_from": "sft", "reward": "reward", "answer_tokens": 64, "max_steps": 12,
          "held_out": 0.0},
         "rewards/reward", 0.1, gain=True,
     ),

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -308,13 +308,13 @@ class Workspace:
         self._answers.forget(f"checkpoints {run_id}")
         self.revision += 1
 
-    def sketch(self, run_id: str) -> Record | None:
-        """A run's measurements at few operations; None until they are fetched, in the background."""
+    def sketches(self) -> Mapping[str, Record]:
+        """Each run's measurements at few operations; those that are missing are fetched in the background."""
         if self._sketching is None or self._sketching.done():
             missing = [run.info.run_id for run in self.newest_first()[:SKETCHED] if self._has_unread(run)]
             if missing:
                 self._sketching = asyncio.create_task(self._sketch(missing))
-        return self._sketches.get(run_id)
+        return self._sketches
 
     def _has_unread(self, run: LiveRun) -> bool:
         return run.info.run_id not in self._sketches and run.info.applied_seq > 0

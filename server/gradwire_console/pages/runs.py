@@ -167,8 +167,8 @@ class _Runs:
 
     def _offer(self, live: Sequence[LiveRun]) -> None:
         """Offer what there is to choose from."""
-        records = [record for run in live if (record := self._workspace.sketch(run.info.run_id)) is not None]
-        there = dict.fromkeys([*self._rows.metrics, *sorted({name for each in records for name in each.metrics})])
+        known = {name for record in self._workspace.sketches().values() for name in record.metrics}
+        there = dict.fromkeys([*self._rows.metrics, *sorted(known)])
         if list(there) != self._metrics.options:
             self._metrics.set_options(list(there), value=list(self._rows.metrics))
         tags = sorted({f"tag {key}" for run in live for key in run.info.tags} | ({self._group} - {"", *GROUPS}))
@@ -217,7 +217,5 @@ class _Runs:
         self._show_rows()
 
     def _show_rows(self) -> None:
-        live = self._workspace.newest_first()
-        self._table.show(
-            [self._rows.of(run, self._workspace.sketch(run.info.run_id), self._group_of(run)) for run in live]
-        )
+        live, sketches = self._workspace.newest_first(), self._workspace.sketches()
+        self._table.show([self._rows.of(run, sketches.get(run.info.run_id), self._group_of(run)) for run in live])

@@ -48,7 +48,7 @@ def smoothed(y: Numbers, window: int) -> Numbers:
         return y
     sums = np.concatenate([[0.0], np.cumsum(y - y[0])])  # so that what is constant stays it to the bit
     ends = np.arange(1, len(y) + 1)
-    starts = np.maximum(ends - window, 0)
+    starts = np.maximum(ends - min(window, len(y)), 0)
     return np.asarray(y[0] + (sums[ends] - sums[starts]) / (ends - starts))
 
 

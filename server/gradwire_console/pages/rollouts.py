@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 from fastapi.responses import RedirectResponse
@@ -97,7 +98,7 @@ def _row(run_id: str, iteration: int, name: str, group: Sequence[Rollout]) -> di
     task = " ".join((common_prompt(group) or str(group[0].get("task", ""))).split())
     return {
         "key": name,
-        "href": f"rollouts?n={iteration}&group={name}",
+        "href": f"rollouts?n={iteration}&group={quote(name, safe='')}",
         "name": f"group {name}",
         "task": task[:90],
         "task_hint": task,

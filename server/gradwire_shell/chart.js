@@ -1,18 +1,23 @@
 // What all charts share: they follow their size and the theme, have its colours, and select a range by dragging.
-import { echarts } from "nicegui-echart";
-export { echarts };
-
+// Their library is half of all scripts: the page is made without waiting for it, and shows until then what it began with.
 // A tick of an axis: with an exponent where it is long, and without the digits that rounding left.
 export const amount = (value) => {
   const size = Math.abs(value);
-  if (size === 0 || (size >= 1e-4 && size < 1e9)) return echarts.format.addCommas(Number(value.toPrecision(9)));
+  if (size === 0 || (size >= 1e-4 && size < 1e9))
+    return Number(value.toPrecision(9)).toLocaleString("en-US", { maximumFractionDigits: 12 });
   return Number(value.toPrecision(6)).toExponential();
 };
 
 export const chart = {
   template: `<div role="img" :aria-label="title"></div>`,
   props: { title: String },
-  mounted() {
+  async mounted() {
+    const before = document.querySelector(`.gw-before [data-of="${this.$el.id}"]`);
+    if (before) this.$el.append(...before.childNodes);
+    const { echarts } = await import("nicegui-echart");
+    if (!this.$el.isConnected) return; // it has gone meanwhile
+    this.$el.replaceChildren();
+    this.echarts = echarts;
     this.chart = echarts.init(this.$el, null, { renderer: "canvas" });
     this.resized = new ResizeObserver(() => {
       const { clientWidth, clientHeight } = this.$el; // it also tells of the size that the chart began with
@@ -29,15 +34,17 @@ export const chart = {
     this.$el.addEventListener("pointerenter", () => { // not at first: it draws all once more
       this.chart.dispatchAction({ type: "takeGlobalCursor", key: "dataZoomSelect", dataZoomSelectActive: true });
     }, { once: true });
+    this.ready();
     this.draw();
   },
   beforeUnmount() {
-    this.resized.disconnect();
-    this.themed.disconnect();
-    this.chart.dispose();
+    this.resized?.disconnect();
+    this.themed?.disconnect();
+    this.chart?.dispose();
   },
   methods: {
     draw() {
+      if (!this.chart) return;
       const style = getComputedStyle(document.body);
       const token = (name) => style.getPropertyValue(name).trim();
       const common = {

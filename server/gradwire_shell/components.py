@@ -140,6 +140,7 @@ class Plot(Element, component="plot.js", dependencies=["chart.js"], default_clas
     Args:
         title: Its title for screen readers.
         on_range: Called with the two ends of the range that was dragged, or None for all.
+        as_html: Draws the curves, by name, for a browser whose scripts have not come; None: they wait.
     """
 
     def __init__(
@@ -148,8 +149,10 @@ class Plot(Element, component="plot.js", dependencies=["chart.js"], default_clas
         *,
         title: str,
         on_range: Callable[[tuple[float, float] | None], object] | None = None,
+        as_html: Callable[[Mapping[str, Sequence[tuple[float, float]]]], str] | None = None,
     ) -> None:
         super().__init__()
+        self.as_html = as_html
         self._props |= {"series": _columns(curves), "title": title, "axis": "", "level": None}
         if on_range is not None:
             zoomed = on_range

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from nicegui import Client, app, events, ui
 from nicegui.element import Element
 
 from gradwire_shell.components import button, error, named, plain, question, title
+from gradwire_shell.prerendered import as_html
 
 CSS = (Path(__file__).parent / "theme.css").read_text(encoding="utf-8")
 THEMES: dict[bool | None, tuple[str, str]] = {
@@ -43,11 +43,6 @@ addEventListener("pointermove", (move) => {
     pressed.button.releasePointerCapture(move.pointerId);
 });
 </script>"""
-BEFORE = """<style>.gw-before{font:14px/1.5 system-ui,sans-serif;padding:4rem 1rem;display:flex;flex-wrap:wrap;gap:1rem}
-.gw-before h1{font-size:1.25rem;flex-basis:100%;margin:0;
-font-weight:600;line-height:1.3}.gw-before figure{flex:1 1 20rem;max-width:40rem}
-.gw-before:has(~ #app:not(:empty)){display:none}
-@media (prefers-color-scheme:dark){.gw-before{background:#0e1216;color:#e3e7ec}}</style>"""
 RESPONSE_TIMEOUT_S = 60.0
 """Seconds that a page may take to be made; NiceGUI's three are too few on a machine that trains."""
 RECONNECT_TIMEOUT_S = 120.0
@@ -113,12 +108,6 @@ def _answer_mistyped_addresses(product: str, sections: Sequence[tuple[str, str]]
         return says(request, 404, [f"Nothing is at {request.url.path}; the menu has what there is."])
 
 
-def before_scripts(heading: str, content: str) -> None:
-    """Show HTML until the page's scripts have come, which take a slow network 14 seconds at 50 kB/s."""
-    ui.add_body_html(f'{BEFORE}<div class="gw-before"><h1>{html.escape(heading)}</h1>{content}</div>')
-    ui.run_javascript("document.querySelector('.gw-before')?.remove()")
-
-
 def page_at(path: str, *, title: str) -> ui.page:
     """Decorate a function that makes the page of a path."""
     return ui.page(path, title=title, response_timeout=RESPONSE_TIMEOUT_S)
@@ -144,7 +133,7 @@ def frame(
         keys: The page's keys and their effects, for the help.
         sign_out: Called by the button that ends the session; None: there is none.
     """
-    ui.add_css(CSS)
+    ui.add_head_html(f"<style>{CSS}</style>")
     ui.add_head_html(HELD)
     ui.dark_mode(app.storage.user.get("dark"))
     plain("Skip to the content", "gw-skip", "a").props("href=#content")
@@ -165,6 +154,9 @@ def frame(
             named(button("", sign_out, kind="icon", icon="logout").props('dense title="Sign out"'), "Sign out")
     with ui.element("div").classes("gw-main" + (" narrow" if narrow else "")).props("id=content"):  # inside the main
         yield status
+    client = ui.context.client
+    dark, query = app.storage.user.get("dark"), client.request.query_params
+    ui.add_body_html(as_html(client.content, dark=dark, query=query, behind=behind_proxy))
 
 
 def _theme() -> None:
@@ -210,7 +202,7 @@ def sign_in(product: str, label: str, enter: Callable[[str], Awaitable[str]], ta
         enter: Takes the key, and returns why it is refused; "" where it is not.
         target: Where to go then, with what stands behind the ``#`` of the address.
     """
-    ui.add_css(CSS)
+    ui.add_head_html(f"<style>{CSS}</style>")
     ui.dark_mode(app.storage.user.get("dark"))
 
     async def submit(key: str) -> None:

@@ -5,17 +5,17 @@ import { amount, chart } from "chart";
 export default {
   mixins: [chart],
   props: { series: Array, axis: String, level: Array },
-  mounted() {
-    this.chart.on("datazoom", (event) => {
-      const zoom = event.batch?.[0] ?? event;
-      if (zoom.startValue === undefined) return; // not dragged
-      this.$emit("range", [zoom.startValue, zoom.endValue]);
-      this.chart.dispatchAction({ type: "dataZoom", start: 0, end: 100 }); // the points that come are of the range
-    });
-    this.chart.getZr().on("dblclick", () => this.$emit("range", null));
-  },
   watch: { series() { this.draw(); } },
   methods: {
+    ready() {
+      this.chart.on("datazoom", (event) => {
+        const zoom = event.batch?.[0] ?? event;
+        if (zoom.startValue === undefined) return; // not dragged
+        this.$emit("range", [zoom.startValue, zoom.endValue]);
+        this.chart.dispatchAction({ type: "dataZoom", start: 0, end: 100 }); // the points that come are of the range
+      });
+      this.chart.getZr().on("dblclick", () => this.$emit("range", null));
+    },
     options(token) {
       const axis = { axisLabel: { color: token("--quiet"), fontSize: 11, hideOverlap: true }, axisTick: { show: false },
                      axisLine: { lineStyle: { color: token("--edge") } } };

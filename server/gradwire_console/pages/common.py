@@ -93,12 +93,10 @@ def _framed(workspaces: Workspaces, workspace: Workspace, here: str) -> Iterator
         workspaces.sign_out(str(app.storage.browser["id"]))
         ui.navigate.to("/login")
 
-    with frame("console", SECTIONS, here, sign_out=leave if workspaces.asks else None) as place:
-        stale = Lines(classes="gw-note")
-        yield
     shown: list[str | None] = [None]
 
     def follow() -> None:
+        workspace.looked_at = time.monotonic()
         age = ago(workspace.away_since)
         stale.show([f"The server is away: what is shown here is {age} old."] if workspace.away else [])
         if workspace.away != shown[0]:
@@ -112,8 +110,11 @@ def _framed(workspaces: Workspaces, workspace: Workspace, here: str) -> Iterator
                 who = f" · {workspace.key_name}, {workspace.role}" if workspace.key_name else ""
                 plain(f" {workspaces.server.address}{who}" + (" · read-only" if workspaces.read_only else ""))
 
-    follow()
-    ui.timer(REFRESH_S, follow)
+    with frame("console", SECTIONS, here, sign_out=leave if workspaces.asks else None) as place:
+        stale = Lines(classes="gw-note")
+        yield
+        follow()
+        ui.timer(REFRESH_S, follow)
 
 
 def on_change(workspace: Workspace, show: Callable[[], object | Awaitable[object]]) -> None:

@@ -10,7 +10,7 @@ import gradwire
 from fastapi.responses import RedirectResponse
 from gradwire import RunInfo
 from gradwire_shell.components import Column, Drawn, Table, button, empty, error, panel, plain, sdk_line, title
-from gradwire_shell.frame import before_scripts, page_at
+from gradwire_shell.frame import page_at
 from nicegui import ui
 
 from gradwire_console.pages.common import isolated, on_change, opened, short
@@ -93,7 +93,6 @@ async def _show(workspace: Workspace, run_ids: list[str], how: Mapping[str, Any]
         figures.show(texts, _figures)
 
     await refresh()
-    before_scripts("Compare", curves.as_html())
     on_change(workspace, refresh)
 
 

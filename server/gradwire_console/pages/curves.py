@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from gradwire.charts import STYLE, chart, flat
 from gradwire.recipes.report import unit_of
@@ -55,6 +56,7 @@ class Curves:
         self._unfolded: dict[str, bool] = {}
         self._within: tuple[float, float] | None = None
         self._few = few
+        ui.add_head_html(f"<style>{STYLE}</style>")
         with ui.element("div").classes("gw-head") as head:
             ui.select(AXES, value=self._axis, label="Axis", on_change=lambda e: self._choose(axis=e.value)).props(
                 "outlined dense options-dense"
@@ -122,13 +124,10 @@ class Curves:
             self._unfolded.setdefault(group, drawn <= OPEN_AT_FIRST)
         self._of_groups.show(groups, self._group)
 
-    def as_html(self) -> str:
-        """The large plots, as HTML that needs no script."""
-        records = {"" if len(self._records) == 1 else name: record for name, record in self._records.items()}
-        return f"<style>{STYLE}</style>" + "".join(
-            chart(name, {each: record.curve(name) for each, record in records.items()}, unit=unit_of(name))
-            for name in self._shown_large()
-        )
+    def _as_html(self, name: str, curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+        """The curves over steps; over another axis they wait for their library."""
+        named = {"" if len(curves) == 1 else each: points for each, points in curves.items()}
+        return chart(name, named) if self._axis == "step" else ""
 
     def _group(self, names: list[str]) -> Callable[[list[str]], None]:
         group = group_of(names[0])
@@ -160,7 +159,7 @@ class Curves:
             icon = "close_fullscreen" if is_large else "open_in_full"
             resize = button("", lambda: self._resize(name), kind="icon", icon=icon).props("dense size=sm")
             named(resize, f"Show {name} {'small' if is_large else 'large'}").set_visibility(not self._few)
-        plot = Plot([], title=name, on_range=self._range)
+        plot = Plot([], title=name, on_range=self._range, as_html=partial(self._as_html, name))
         reason = Lines(classes="quiet")
 
         def show(name: str) -> None:

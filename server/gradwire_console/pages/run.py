@@ -27,7 +27,7 @@ from gradwire_shell.components import (
     state,
     title,
 )
-from gradwire_shell.frame import before_scripts, page_at
+from gradwire_shell.frame import page_at
 from nicegui import ui
 
 from gradwire_console.advice import Advice, advise
@@ -120,7 +120,6 @@ class _Run:
                 with panel("Resume it in Python"):
                     sdk_line(resuming(self._workspaces.server, self._run_id))
         await self._refresh(asked)
-        before_scripts(live.name, self._curves.as_html())
         on_change(self._workspace, self._refresh)
 
     def _ask(self) -> asyncio.Future[tuple[Record, list[gradwire.Checkpoint]]]:

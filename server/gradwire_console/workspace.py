@@ -8,9 +8,10 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import gradwire
 from gradwire import History, RunInfo, TrainingClient
@@ -20,6 +21,7 @@ from gradwire_console.feedback import Feedback
 from gradwire_console.series import Record, Records, only
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 RATE_S = 20.0
 TRAINING_S = 5.0
 PATIENCE_S = 5.0
@@ -37,6 +39,9 @@ EVENTS, LOG_CHARS = 500, 20_000
 FOLLOWED_JOBS = 64
 CHECK_S = 1.0
 """Seconds between two questions whether a key is still good; a page asks when it is opened."""
+SILENT_S, LOOK_S = 5.0, 1.0
+"""Seconds after which a silent server is asked whether it is there, as long again it may take to answer, and seconds
+between two looks at the time; nobody is told, so nothing is asked, while no page is open."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,7 @@ class Workspace:
         jobs_revision: Grows with every change of a job.
         away: Why the server cannot be reached at the moment; "" while it can.
         away_since: Unix time since when it cannot.
+        looked_at: Monotonic time at which an open page last looked.
     """
 
     def __init__(self, service: gradwire.ServiceClient, read_only: bool = False) -> None:
@@ -122,6 +128,7 @@ class Workspace:
         self.revision = self.jobs_revision = 0
         self.away = ""
         self.away_since = 0.0
+        self.looked_at = self._heard_at = time.monotonic()
         self.role = ""
         self.key_name = ""
         self._answers = Answers()
@@ -141,6 +148,7 @@ class Workspace:
         self._listed = asyncio.Event()
         self._changed = asyncio.Event()
         self._watching = asyncio.create_task(self._watch())
+        self._heeding = asyncio.create_task(self._heed())
 
     async def check_key(self) -> None:
         """Ask the server whether it still takes the key, unless it was asked a moment ago.
@@ -151,14 +159,57 @@ class Workspace:
         now = time.monotonic()
         if now - self._checked_at < CHECK_S:
             return
-        self._checked_at = now
+        self._checked_at = self.looked_at = now
         try:
-            info = await self.service.server_info()
-            self.role, self.key_name = info.role, info.key_name
+            async with asyncio.timeout(LOOK_S if self.away else SILENT_S):
+                info = await self.service.server_info()
+            self.role, self.key_name, self._heard_at = info.role, info.key_name, time.monotonic()
         except gradwire.UnauthenticatedError:
             raise
+        except TimeoutError:
+            self._hangs()
         except gradwire.GradwireError as error:
             self._says(str(error))
+
+    async def _heed(self) -> None:
+        """Ask a server whose stream is silent whether it is there: one that hangs keeps its connections."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = time.monotonic()
+            if now - self._heard_at < SILENT_S or now - self.looked_at > SILENT_S:
+                continue
+            try:
+                async with asyncio.timeout(SILENT_S):
+                    await self._answers.of("info", self.service.server_info, every_s=SILENT_S, stale_s=SILENT_S)
+            except TimeoutError:
+                self._hangs()
+            except gradwire.GradwireError as error:
+                self._says(str(error))
+            else:
+                self._heard_at, self.away = time.monotonic(), ""
+
+    def _hangs(self) -> None:
+        silent_s = time.monotonic() - self._heard_at
+        self._says(f"nothing was heard of the server for {silent_s:.0f} s", time.time() - silent_s)
+
+    async def _told(self, question: str, ask: Callable[[], Coroutine[Any, Any, T]], **when: Any) -> T:
+        """The answer to a question; see :meth:`Answers.of`."""
+        return await self._reached(self._answers.of(question, ask, **when))
+
+    async def _reached(self, answer: Coroutine[Any, Any, T]) -> T:
+        """Wait for an answer, until the server turns out to be away.
+
+        Raises:
+            ConnectionLostError: It is.
+        """
+        task = asyncio.create_task(answer)
+        try:
+            while not (await asyncio.wait({task}, timeout=LOOK_S))[0]:
+                if self.away:
+                    raise gradwire.ConnectionLostError(self.away)
+        finally:
+            task.cancel()
+        return task.result()
 
     def may_change(self, owner: str | None = None) -> bool:
         """Whether this key may change something by this console: what another key made if ``owner`` is its name."""
@@ -174,12 +225,12 @@ class Workspace:
     async def server_info(self) -> gradwire.ServerInfo:
         """The server: asked every two seconds while runs change, every ten while they do not."""
         ask = self.service.server_info
-        return await self._answers.of("info", ask, version=self.revision, every_s=2.0, stale_s=10.0)
+        return await self._told("info", ask, version=self.revision, every_s=2.0, stale_s=10.0)
 
     async def queues(self) -> list[gradwire.QueuedRun]:
         """The runs that wait, and for whom; asked as often as :meth:`server_info`."""
         ask = self.service.list_queues
-        return await self._answers.of("queues", ask, version=self.revision, every_s=2.0, stale_s=10.0)
+        return await self._told("queues", ask, version=self.revision, every_s=2.0, stale_s=10.0)
 
     async def usage(self) -> list[gradwire.Usage]:
         """Return each key's usage of the last 30 days; asked every ten seconds while runs change."""
@@ -187,11 +238,11 @@ class Workspace:
         async def ask() -> list[gradwire.Usage]:
             return await self.service.usage(["owner"], time.time() - USAGE_S)
 
-        return await self._answers.of("usage", ask, version=self.revision, every_s=10.0)
+        return await self._told("usage", ask, version=self.revision, every_s=10.0)
 
     async def keys(self) -> list[gradwire.KeyInfo]:
         """The server's keys, of which the stream tells nothing: asked every 30 seconds."""
-        return await self._answers.of("keys", self.service.list_keys, every_s=30.0, stale_s=30.0)
+        return await self._told("keys", self.service.list_keys, every_s=30.0, stale_s=30.0)
 
     async def models(self) -> dict[str, gradwire.ModelInfo]:
         """The models that are served by name, of ten seconds ago at most."""
@@ -199,7 +250,7 @@ class Workspace:
         async def ask() -> dict[str, gradwire.ModelInfo]:
             return {model.name: model for model in await self.service.list_models()}
 
-        return await self._answers.of("models", ask, every_s=10.0, stale_s=10.0)
+        return await self._told("models", ask, every_s=10.0, stale_s=10.0)
 
     async def vocab_size(self, run_id: str) -> int:
         """Tokens that a run's model tells apart; 0 where that is not known."""
@@ -212,13 +263,11 @@ class Workspace:
 
     async def uploads(self) -> list[gradwire.Upload]:
         """The uploads, oldest first, of which the stream tells nothing: asked every ten seconds."""
-        return await self._answers.of("uploads", self.service.list_uploads, every_s=2.0, stale_s=10.0)
+        return await self._told("uploads", self.service.list_uploads, every_s=2.0, stale_s=10.0)
 
     async def sessions(self, most: int) -> list[gradwire.SessionInfo]:
         """The newest rollout sessions, of which the stream tells nothing: asked every two seconds."""
-        return await self._answers.of(
-            "sessions", lambda: self.service.sessions.list(most=most), every_s=2.0, stale_s=10.0
-        )
+        return await self._told("sessions", lambda: self.service.sessions.list(most=most), every_s=2.0, stale_s=10.0)
 
     async def changing_uploads(self, change: Awaitable[object]) -> None:
         """Wait for a change of the uploads that is made here."""
@@ -233,11 +282,11 @@ class Workspace:
         async def ask() -> gradwire.RunActivity:
             return await self.client(run_id).activity(ACTIVITY)
 
-        return await self._answers.of(f"activity {run_id}", ask, version=version, every_s=every_s)
+        return await self._told(f"activity {run_id}", ask, version=version, every_s=every_s)
 
     async def jobs(self) -> Sequence[gradwire.Job]:
         """The jobs, newest first; asked again when one has changed."""
-        jobs = await self._answers.of("jobs", self.service.jobs.list, version=self.jobs_revision, every_s=1.0)
+        jobs = await self._told("jobs", self.service.jobs.list, version=self.jobs_revision, every_s=1.0)
         for job in jobs:
             if job.run_id in self.runs:
                 self.runs[job.run_id].job_id, self.runs[job.run_id].job_name = job.job_id, job.name
@@ -267,10 +316,15 @@ class Workspace:
         known = self._jobs.get(job_id)
         stale_s = math.inf if known is not None and known.job.has_ended else 5.0  # a log grows untold
         version = self.jobs_revision
-        return await self._answers.of(f"job {job_id}", ask, version=version, every_s=1.0, stale_s=stale_s)
+        return await self._told(f"job {job_id}", ask, version=version, every_s=1.0, stale_s=stale_s)
 
     async def close(self) -> None:
-        tasks = [self._watching, *self._loading.values(), *([self._sketching] if self._sketching else [])]
+        tasks = [
+            self._watching,
+            self._heeding,
+            *self._loading.values(),
+            *([self._sketching] if self._sketching else []),
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -300,7 +354,7 @@ class Workspace:
         """The checkpoints of a run, oldest first; asked for again once there is a newer one or one was deleted."""
         newest = self.runs[run_id].info.latest_checkpoint if run_id in self.runs else ""
         ask = self.client(run_id).list_checkpoints
-        return await self._answers.of(f"checkpoints {run_id}", ask, version=newest, every_s=1.0)
+        return await self._told(f"checkpoints {run_id}", ask, version=newest, every_s=1.0)
 
     async def delete_checkpoint(self, checkpoint: gradwire.Checkpoint) -> None:
         run_id = checkpoint.path.partition("/")[0]
@@ -346,7 +400,7 @@ class Workspace:
             if record is None:
                 meanwhile = self._meanwhile[run_id] = []
                 try:
-                    record = Record(await self.client(run_id).history(OVERVIEW))
+                    record = Record(await self._reached(self.client(run_id).history(OVERVIEW)))
                 except BaseException:
                     del self._meanwhile[run_id]
                     raise
@@ -402,16 +456,16 @@ class Workspace:
                 self._says(str(error))
                 await asyncio.sleep(AGAIN_S)
 
-    def _says(self, away: str) -> None:
+    def _says(self, away: str, since: float = 0.0) -> None:
         if not self.away:
-            self.away_since = time.time() - PATIENCE_S  # for so long the client tried to reach it
+            self.away_since = since or time.time() - PATIENCE_S  # for so long the client tried to reach it
         self.away = away
         self.revision += 1
         self._changed.set()
         self._listed.set()
 
     def _take(self, update: gradwire.RunUpdates) -> None:
-        self.away = ""
+        self.away, self._heard_at = "", time.monotonic()
         now = time.time()
         if update.whole:
             self.jobs_revision += 1
@@ -522,13 +576,14 @@ class Workspaces:
             if key not in self._by_key:
                 self._by_key[key] = Workspace(await self.server.connect(key), self.read_only)
             workspace = self._by_key[key]
-            try:
-                await workspace.check_key()
-            except gradwire.UnauthenticatedError:
+        try:
+            await workspace.check_key()
+        except gradwire.UnauthenticatedError:
+            if self._by_key.get(key) is workspace:
                 del self._by_key[key]
                 await workspace.close()
-                raise
-            return workspace
+            raise
+        return workspace
 
     async def close(self) -> None:
         await asyncio.gather(*(workspace.close() for workspace in self._by_key.values()))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from io import StringIO
@@ -157,6 +158,10 @@ def test_mistyped_addresses_are_answered_by_a_page(console: Console, service: sy
     ):
         answer = page.request.get(f"{console.url}/{path}")
         assert answer.status == status and answer.json()["detail"]
+    train(run, 2)
+    smooth = f"{console.url}/api/runs/{run.run_id}/metrics?smooth="
+    means = [page.request.get(f"{smooth}{window}").json()["loss"] for window in (2, 10**40)]
+    assert len(means[0]) == 2 and means[0] == means[1], "the mean of all"
 
 
 def test_actions_show_their_line_and_are_carried_out(console: Console, service: sync.ServiceClient, page: Page) -> None:
@@ -406,6 +411,34 @@ def test_a_restarted_server_is_found_again(tiny_model_path: Path, tmp_path: Path
         train(run, 3)
         expect(pages[-1].get_by_role("region", name="Operations").locator("tbody tr")).not_to_have_count(0)
         expect(page.get_by_role("region", name="Operations").locator("tbody tr")).to_have_count(8)
+
+
+@pytest.mark.slow
+def test_a_server_that_hangs_is_away(tiny_model_path: Path, tmp_path: Path, page: Page) -> None:
+    """Its connections stay, as its machine keeps them."""
+    with (
+        Server(tiny_model_path, tmp_path / "state") as server,
+        Console(server.address) as console,
+        gradwire.sync.connect(server.address) as service,
+    ):
+        run = service.create_run("tiny", lora={"rank": 2}, name="frozen")
+        train(run, 1)
+        page.goto(f"{console.url}/run/{run.run_id}")
+        expect(page.locator(".gw-state.connected")).to_be_visible()
+        server.process.send_signal(signal.SIGSTOP)
+        begun = time.monotonic()
+        expect(page.locator(".gw-note", has_text="The server is away: what is shown here is")).to_be_visible()
+        assert time.monotonic() - begun < 20
+        others = [page.context.new_page() for _ in range(2)]
+        begun = time.monotonic()
+        for each, path in zip(others, ("", f"run/{run.run_id}/checkpoints")):
+            each.goto(f"{console.url}/{path}")
+            expect(each.locator(".gw-note", has_text="The server is away")).to_be_visible()
+        assert time.monotonic() - begun < 20, "other pages do not hang with it"
+        server.process.send_signal(signal.SIGCONT)
+        for each in (page, *others):
+            expect(each.locator(".gw-state.connected")).to_be_visible()
+            expect(each.get_by_text("what is shown here is")).to_be_hidden()
 
 
 @pytest.mark.slow

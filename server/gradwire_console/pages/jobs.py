@@ -73,7 +73,7 @@ def register(workspaces: Workspaces) -> None:
             try:
                 asked = await workspace.job(job_id)
             except gradwire.GradwireError as failure:
-                title("There is no such job")
+                title("There is no such job" if isinstance(failure, gradwire.NotFoundError) else "Job")
                 error(str(failure))
             else:
                 await _Job(workspaces, workspace, asked).show()

@@ -20,9 +20,12 @@ export default {
       const axis = { axisLabel: { color: token("--quiet"), fontSize: 11, hideOverlap: true }, axisTick: { show: false },
                      axisLine: { lineStyle: { color: token("--edge") } } };
       const time = this.axis === "time";
+      const places = toRaw(this.series).flatMap((each) => [each.x[0], each.x.at(-1)]).filter((x) => x !== undefined);
+      const lone = !time && places.length && places.every((x) => x === places[0]); // it has a tick
       return {
         grid: { left: 8, right: 14, top: 10, bottom: time ? 6 : 20, containLabel: true },
-        xAxis: { type: time ? "time" : "value", min: "dataMin", max: "dataMax", splitLine: { show: false }, ...axis,
+        xAxis: { type: time ? "time" : "value", splitLine: { show: false }, ...axis,
+                 min: lone ? Math.max(places[0] - 1, 0) : "dataMin", max: lone ? places[0] + 1 : "dataMax",
                  minInterval: time ? 0 : 1, splitNumber: Math.max(2, Math.floor(this.$el.clientWidth / 90)),
                  name: time ? "" : this.axis, nameLocation: "middle", nameGap: 22,
                  nameTextStyle: { color: token("--quiet"), fontSize: 11 },

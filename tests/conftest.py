@@ -18,6 +18,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+from support import forks
 from support.blocking import DETECTOR, BlockingDetector
 from support.chromium import launched
 from support.seeds import choose_seed, session_seed, torch_seed
@@ -34,6 +35,7 @@ SHORT_S = 0.5
 """Processor seconds, of its own and of processes that it waits for, that a test of ``make test`` may take."""
 
 DETECTOR.install()
+forks.install()
 choose_seed()
 
 

@@ -44,7 +44,7 @@ class Child:
         """Start it; gives its address."""
         with DETECTOR.excused():
             env = os.environ | self._env
-            start = subprocess.Popen if self._real else forks.kind(self._command, env)
+            start = forks.RealProcess if self._real else subprocess.Popen
             self.process = start(self._command, stdout=subprocess.PIPE, text=True, env=env)
             assert self.process.stdout is not None
             for line in self.process.stdout:

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,6 @@ from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import EngineSettings
 from gradwire_server.engine_link.frames import EngineLink
-
-from support import forks
 
 if TYPE_CHECKING:
     from gradwire_server.engine.operations.lifecycle import Answer
@@ -187,7 +186,7 @@ class EngineProcess(Driver):
         with theirs, pulses:
             fds = [theirs.fileno(), pulses.fileno()]
             env = os.environ | {"HF_HUB_OFFLINE": "1"}
-            self.process = forks.kind(words, env)(words, pass_fds=fds, env=env)
+            self.process = subprocess.Popen(words, pass_fds=fds, env=env)
         self.link = EngineLink(ours)
         self.hello, _ = self.link.receive(engine_pb2.EngineReply)
 

@@ -1,17 +1,19 @@
-"""Servers as forks of a process that has imported all they import: that is nine tenths of a start's processor time.
+"""Our programs as forks of a process that has imported all they import: nine tenths of a start's processor time.
 
-A process of pytest starts such a *stem* with its first server, and asks it for each. The stem has one thread and has
+A process of pytest starts such a *stem* with its first program, and asks it for each. The stem has one thread and has
 computed nothing, so that a fork of it differs from a new process only in what is imported. A fork is a child of the
 process that asks; it has the command line, environment, folder and descriptors that it would have, and
 runs its module as ``python -m`` does. So do a server's children and an engine's, which a stem of its own forks.
 
-A server starts for real with ``GRADWIRE_TEST_REAL_START=1``, as in the slow lanes, where its test says so, and where
-its environment differs from the stem's in more than :data:`FREE`: libraries read theirs when they are loaded.
+Whatever starts one of :data:`FORKED` by :mod:`subprocess` gets a fork, in the code under test as well. A program starts
+for real with ``GRADWIRE_TEST_REAL_START=1``, as in the slow lanes, where its test says so, and where its environment
+differs from the stem's in more than :data:`FREE`: libraries read theirs when they are loaded.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -20,6 +22,7 @@ import itertools
 import json
 import os
 import platform
+import queue
 import runpy
 import signal
 import socket
@@ -31,11 +34,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-FREE = ("GRADWIRE_", "PYTEST_", "GRPC_", "TORCHINDUCTOR_CACHE_DIR", "PYGAME_", "TRL_")
-"""How variables begin that no server reads as it is imported, gRPC for example with the first channel. What tests and
+FREE = (
+    "GRADWIRE_", "PYTEST_", "GRPC_", "TORCHINDUCTOR_CACHE_DIR", "PYGAME_", "TRL_", "COLUMNS", "CUDA_VISIBLE_DEVICES",
+    "PYTHONUNBUFFERED",
+)  # fmt: skip
+"""How variables begin that no program reads as it is imported, gRPC for example with the first channel. What tests and
 libraries set for the rest of the suite belongs here, or every later server starts for real."""
 MACHINES = ("x86_64", "aarch64")
-FORKED = ("gradwire_server.cli", "gradwire_server.engine.process")
+FRONT, ENGINE, CLIENT = "gradwire_server.cli", "gradwire_server.engine.process", "gradwire.cli"
+JOBS = ("gradwire_jobs", "gradwire_jobs.grade", "gradwire_jobs.check")
+FORKED = (FRONT, ENGINE, CLIENT, *JOBS)
 READ_AT_IMPORT = ("GRADWIRE_CRASH_FILE",)
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 """Of stems, whatever a test sets meanwhile."""
@@ -50,15 +58,16 @@ class Stem:
     def __init__(self, link: socket.socket) -> None:
         self._link, self._lock = link, threading.Lock()
 
-    def fork(self, words: Sequence[str], env: Mapping[str, str], fds: Mapping[int, int], **more: bool) -> int:
+    def fork(self, words: Sequence[str], env: Mapping[str, str], fds: Mapping[int, int], cwd: str, **more: bool) -> int:
         """Have a process forked; its id.
 
         Args:
             words: Those after ``python -m``.
             fds: Its file descriptors, and which of this process they are.
-            more: ``session``: it begins one.
+            cwd: Its folder.
+            more: ``session``: it begins one; ``group``: it is the first of a process group.
         """
-        told = {"words": words, "env": dict(env), "fds": list(fds), "cwd": os.getcwd(), **more}
+        told = {"words": words, "env": dict(env), "fds": list(fds), "cwd": cwd, **more}
         with self._lock:
             socket.send_fds(self._link, [json.dumps(told).encode()], list(fds.values()))
             answer = self._link.recv(32)
@@ -86,7 +95,7 @@ def _started() -> Stem:
     with theirs:
         tests, fd = str(Path(__file__).parents[1]), theirs.fileno()
         words = [sys.executable, "-c", BOOT, tests, str(fd), " " * COMMAND_BYTES]
-        process = subprocess.Popen(words, pass_fds=[fd], env=OF_ENGINES | ENVIRONMENT, stdin=subprocess.DEVNULL)
+        process = _lasting(words, pass_fds=[fd], env=OF_ENGINES | ENVIRONMENT, stdin=subprocess.DEVNULL)
 
     def end() -> None:
         ours.close()
@@ -96,37 +105,78 @@ def _started() -> Stem:
     return Stem(ours)
 
 
-class ForkedProcess(subprocess.Popen[str]):
-    """A process that the stem forks for this one. It heeds Popen's ``env``, descriptors and session."""
+def _lasting(words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """Start a process in a thread that does not end: its forks are that thread's children, and may die with it."""
+    started: queue.SimpleQueue[subprocess.Popen[Any]] = queue.SimpleQueue()
+
+    def run() -> None:
+        started.put(subprocess.Popen(words, **options))
+        threading.Event().wait()
+
+    threading.Thread(target=run, name="parent of the stem", daemon=True).start()
+    return started.get()
+
+
+class RealProcess(subprocess.Popen[Any]):
+    """A process that starts as it would without :func:`install`."""
+
+    _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+
+class ForkedProcess(subprocess.Popen[Any]):
+    """A process that the stem forks for this one. It heeds Popen's ``cwd``, ``env``, descriptors, session and group."""
 
     def _execute_child(
-        self, args: list[str], executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Sequence[int], cwd: Any,
+        self, args: Sequence[Any], executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Sequence[int], cwd: Any,
         env: Mapping[str, str] | None, *more: Any,
     ) -> None:  # fmt: skip
         pipes = more[3:9]  # the child's end and ours for stdin, ours and the child's for stdout and for stderr; or -1
         fds = {fd: fd if end == -1 else end for fd, end in enumerate((pipes[0], pipes[3], pipes[5]))}
         fds |= {fd: fd for fd in pass_fds}
-        self.pid = stem().fork(args[2:], os.environ if env is None else env, fds, session=more[14])
+        words, folder = [os.fspath(word) for word in args[2:]], os.fspath(cwd) if cwd else os.getcwd()
+        environment = os.environ if env is None else env
+        self.pid = stem().fork(words, environment, fds, folder, session=more[14], group=more[15] == 0)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-def changed(env: Mapping[str, str]) -> set[str]:
+def install() -> None:
+    """Have this process's children forked where that does the same."""
+    if platform.machine() not in MACHINES or os.environ.get("GRADWIRE_TEST_REAL_START"):
+        return
+    from support.blocking import DETECTOR
+
+    def execute_child(
+        process: subprocess.Popen[Any], args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any,
+        cwd: Any, env: Any, *more: Any,
+    ) -> None:  # fmt: skip
+        plain = executable is preexec_fn is None and not more[2] and more[10:13] == (None, None, None)
+        forks = plain and close_fds and more[15] in (-1, 0) and forkable(args, os.environ if env is None else env)
+        how = ForkedProcess if forks else RealProcess
+        with DETECTOR.excused() if forks else contextlib.nullcontext():  # the stem's start
+            how._execute_child(process, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)
+
+    subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
+
+
+def changed(env: Mapping[str, str], before: Mapping[str, str] = ENVIRONMENT) -> set[str]:
     """Variables that differ from the stem's, and that an import may read."""
-    different = {name for name in {*env, *ENVIRONMENT} if env.get(name) != ENVIRONMENT.get(name)}
+    different = {name for name in {*env, *before} if env.get(name) != before.get(name)}
     return {name for name in different if not name.startswith(FREE) or name in READ_AT_IMPORT}
 
 
-def kind(command: Sequence[str], env: Mapping[str, str]) -> type[subprocess.Popen[str]]:
-    """What starts a command: a fork, if it does the same as a process of its own."""
-    ours = [*command[:2]] == [sys.executable, "-m"] and command[2] in FORKED
-    forks = platform.machine() in MACHINES and not os.environ.get("GRADWIRE_TEST_REAL_START")
-    return ForkedProcess if forks and ours and not changed(env) else subprocess.Popen
+def forkable(command: Any, env: Mapping[str, str]) -> bool:
+    """Whether a fork does the same as a process of its own."""
+    if not isinstance(command, (list, tuple)) or not all(isinstance(word, (str, Path)) for word in command):
+        return False
+    return [*command[:2]] == [sys.executable, "-m"] and command[2] in FORKED and not changed(env)
 
 
-FRONT, ENGINE = "gradwire_server.cli", "gradwire_server.engine.process"
 BOUNDED = ("gradwire_server.tokenizing.process", "gradwire_server.doors.http.tinker.batch_process")
-IMPORTED = [f"{FRONT}.app", "gradwire_server.server", f"{ENGINE}.__main__", *BOUNDED]
+IMPORTED = [
+    f"{FRONT}.app", "gradwire_server.server", f"{ENGINE}.__main__", *BOUNDED, f"{CLIENT}.app", f"{FRONT}.estimate",
+    "gradwire_jobs.worker", *JOBS[1:],
+]  # fmt: skip
 if importlib.util.find_spec("bitsandbytes"):
     IMPORTED.append("peft.tuners.lora.bnb")  # by an engine's first adapter
 CLONE = {"x86_64": 56, "aarch64": 220}
@@ -142,7 +192,7 @@ def be_a_stem(fd: int) -> None:
     os.environ.update(GRPC | os.environ)  # before gRPC's import
     for module in IMPORTED:
         importlib.import_module(module)
-    for main in (f"{ENGINE}.__main__", *BOUNDED):  # so that it runs as a main program that nobody imported
+    for main in (f"{ENGINE}.__main__", *BOUNDED, *JOBS[1:]):  # so that it runs as a main program that nobody imported
         del sys.modules[main]
     assert len(os.listdir("/proc/self/task")) == 1, "an import starts threads, which a fork does not have"
     gc.collect()
@@ -192,6 +242,10 @@ def _run(told: Mapping[str, Any], fds: Sequence[int]) -> None:
     os.chdir(told["cwd"])
     if told.get("session"):
         os.setsid()
+    if told.get("group"):
+        os.setpgid(0, 0)
+    if "PYTHONUNBUFFERED" in told["env"]:
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.modules["numpy"].random.seed()
     sys.path[0] = told["cwd"]
@@ -254,8 +308,9 @@ def _fork_children(own: Stem) -> None:
     def start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         module = command[2] if command[1] == "-m" else ""
         forked = module in (*BOUNDED, f"{ENGINE}.follower") or (module == ENGINE and options["env"] == environment())
+        forked = forked or (module in JOBS and not changed(options.get("env") or os.environ, before))
         return (ForkedProcess if forked else subprocess.Popen)(command, **options)
 
-    _stem = own
+    _stem, before = own, dict(os.environ)
     child_processes.Popen = start  # type: ignore[assignment,misc]
     ranks.subprocess = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]

@@ -35,6 +35,10 @@ LATENT = {
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
     "first_k_dense_replace": 1,
 }  # fmt: skip
+INKLING = {
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "sliding_window_size": 6,
+    "d_rel": 4, "rel_extent": 16,
+}  # fmt: skip
 INDEXED = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 8}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 THIRD_DENSE = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
@@ -61,6 +65,11 @@ CONFIGURATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Apertus": ("apertus", {}),
     "Arcee": ("arcee", YARN),
     "Aria": ("aria_text", {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}),
+    "Bailing hybrid": (
+        "bailing_hybrid",
+        MIXTURE | LATENT | ALL_HEADS | THIRD_DENSE
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    ),
     "Bamba": ("bamba", MAMBA_2 | {"attn_layer_indices": [1]}),
     "BioGPT": ("biogpt", {}),
     "BitNet": ("bitnet", {}),
@@ -69,6 +78,17 @@ CONFIGURATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Cohere": ("cohere", {}),
     "Cohere 2": ("cohere2", WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "Cohere 2 MoE": ("cohere2_moe", MIXTURE | WINDOW | ALTERNATING | THIRD_DENSE),
+    "Cohere Compass": (
+        "cohere_compass_text",
+        WINDOW
+        | ALTERNATING
+        | {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]},
+                "full_attention": None,
+            },
+        },
+    ),
     "CTRL": ("ctrl", {"dff": 64}),
     "CWM": ("cwm", WINDOW),
     "DBRX": (
@@ -92,6 +112,7 @@ CONFIGURATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "DiffLlama": ("diffllama", {}),
     "Doge": ("doge", {}),
     "dots1": ("dots1", MIXTURE | {"first_k_dense_replace": 1}),
+    "dots3": ("dots3_note_text", MIXTURE | LATENT | ALL_HEADS | THIRD_DENSE),
     "ERNIE 4.5": ("ernie4_5", {}),
     "ERNIE 4.5 MoE": ("ernie4_5_moe", MIXTURE | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1}),
     "EXAONE 4": ("exaone4", WINDOW | {"sliding_window_pattern": 2}),
@@ -156,6 +177,11 @@ CONFIGURATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "layer_types": ["indexed_attention"] * 3},
     ),
     "HyperCLOVA X": ("hyperclovax", {}),
+    "Inkling": ("inkling_text", MIXTURE | THIRD_DENSE | INKLING),
+    "Inkling 2": (
+        "inkling2_text",
+        MIXTURE | INKLING | {"unpadded_vocab_size": 64, "log_scaling_n_floor": 8, "n_layers_per_attn_res_block": 2},
+    ),
     "InternLM 3": ("internlm3", {}),
     "IQuest-Coder": ("iquestcoder", {}),
     "Jais 2": ("jais2", {}),
@@ -243,6 +269,14 @@ CONFIGURATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Qwen3-Next": ("qwen3_next", MIXTURE | DELTA),
     "Qwen3.5": ("qwen3_5_text", DELTA),
     "Qwen3.5 MoE": ("qwen3_5_moe_text", MIXTURE | DELTA),
+    "Qwen4 (experimental)": (
+        "qwen4_exp_text",
+        MIXTURE | DELTA
+        | {"hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8,
+           "indexer_budget": 8, "indexer_compress_ratio": 2, "ple_layer_ids": [1], "ple_embed_dim": 32,
+           "heads_per_ngram": 2, "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 8,
+           "split_ngram_parts": 2},
+    ),
     "RecurrentGemma": ("recurrent_gemma", {"lru_width": 32, "attention_window_size": 6}),
     "RWKV": ("rwkv", {"attention_hidden_size": 32}),
     "Seed-OSS": ("seed_oss", {}),

@@ -51,7 +51,7 @@ GRPO_METRICS = {
     "reward_mean": "mean reward per response",
     "group_reward_mean": "mean over groups of the group's mean reward",
     "group_reward_std": "mean over groups of the standard deviation of the group's rewards",
-    "zero_spread_groups": "share of groups whose rewards are all equal, which give no gradient",
+    "zero_spread_groups": "share of groups of equal rewards: no gradient, unless tokens have baselines of their own",
     "kept_fraction": "share of scored tokens left by mask_truncated, mask_zero_spread and sampler_rejection",
     **SAMPLER_RATIO_METRIC,
     **SAMPLER_METRICS,

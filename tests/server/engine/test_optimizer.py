@@ -199,7 +199,7 @@ def test_accumulated_state_round_trips() -> None:
     assert_equal(other.state_tensors(), accumulator.state_tensors())
 
 
-KEPT = re.compile(r"(bias|A_log|\.D|time_\w+|[Nn]orm\w*\.weight)$")
+KEPT = re.compile(r"(bias|clip\.scale|A_log|\.D|time_\w+|[Nn]orm\w*\.weight)$")
 """Parameters of two dimensions or more that are no weights."""
 ROUTER = re.compile(
     r"router|mlp\.gate\.|\.(gate|wg|classifier|shared_expert_gate)\.weight$|(gate|input_linear)\.layer\.weight$"
@@ -228,9 +228,9 @@ def test_kinds_of_parameters_are_those_of_their_modules(name: str) -> None:
             assert parameter.ndim == 2 and 67 not in parameter.shape and not ROUTER.search(each), each
             assert not re.search(r"(?<!un)embed|wpe|position|experts\.[a-z_]+$|\.[vw]\d$|conv1d", each), each
         elif not kept and parameter.ndim == 2 and 67 not in parameter.shape:
-            assert re.search(r"embed|wpe|position|experts|\.[vw]\d$|_proj_weight$|fn$", each) or ROUTER.search(each), (
-                each
-            )
+            assert re.search(
+                r"embed|wpe|position|experts|\.[vw]\d$|_proj_weight$|rel_logits_proj|fn$", each
+            ) or ROUTER.search(each), each
 
 
 def test_adapters_on_ends_and_routers_are_no_matrices(make_run: Any) -> None:

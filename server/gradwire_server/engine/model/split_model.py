@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+LOGIT_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Names of the bound of the logits in configurations: Gemma and others, RecurrentGemma, xLSTM."""
 
@@ -174,9 +175,8 @@ class SplitModel:
         self._computing = False
         self._embeddings = model.get_input_embeddings()
         config = model.config.get_text_config()
-        self._logit_scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
-            getattr(config, "logits_scaling", None) or 1.0
-        )
+        divisor = next((by for name in LOGIT_DIVISORS if (by := getattr(config, name, None))), 1.0)
+        self._logit_scale = float(getattr(config, "logit_scale", None) or 1.0) / float(divisor)
         self._softcap = next((float(cap) for name in SOFTCAPS if (cap := getattr(config, name, None))), None)
         self.trunk = cast(nn.Module, trunk_of(model))
         self.mixed = mixed

@@ -130,7 +130,8 @@ def parameter_kinds(policy: Policy) -> dict[str, Kind]:
             return Kind.MATRIX if inner else Kind.WEIGHT
         if of_adapter:  # of an embedding or of experts
             return Kind.WEIGHT
-        shaped = master.ndim >= 2 and "Norm" not in type(module).__name__
+        norm = "Norm" in type(module).__name__ and not isinstance(module, nn.Embedding)  # Inkling's normed embedding
+        shaped = master.ndim >= 2 and not norm
         return Kind.WEIGHT if shaped and OF_WEIGHTS.search(leaf) else Kind.OTHER
 
     return {name: kind_of(name, master) for name, master in policy.masters().items()}

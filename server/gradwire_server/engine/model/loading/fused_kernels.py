@@ -275,16 +275,15 @@ class _Rotation:
         self.plain, self.kernels = plain, kernels
         self.devices: set[str] = {kernels.device} | (plain.devices if isinstance(plain, _Rotation) else set())
 
-    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        fits = (
-            q.dim() == 4
-            and (len(q) == 1 or q.is_cuda)
-            and cos.dim() == 3
-            and cos.shape[-1] == q.shape[-1] == k.shape[-1]
-        )
-        if args or kwargs or not fits or not q.dtype == k.dtype == cos.dtype or not self.kernels.take(q, k, cos, sin):
-            return self.plain(q, k, cos, sin, *args, **kwargs)
-        return self.kernels.rotate(q, k, cos, sin)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 4 or not self._takes(*args):
+            return self.plain(*args, **kwargs)
+        return self.kernels.rotate(*args)
+
+    def _takes(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+        fits = q.dim() == 4 and (len(q) == 1 or q.is_cuda) and cos.dim() == 3
+        same = cos.shape[-1] == q.shape[-1] == k.shape[-1] and q.dtype == k.dtype == cos.dtype
+        return fits and same and self.kernels.take(q, k, cos, sin)
 
 
 def _rotate_by(kernels: Kernels, model: PreTrainedModel) -> bool:

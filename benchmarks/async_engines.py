@@ -2,10 +2,10 @@
 
     python -m benchmarks.async_engines [--repeats 3] [--smoke] [--only two] [--only one]
 
-Two engines: the run is on one, which trains it; the other samples from its checkpoints. Environments take so long that
-an iteration's rollouts take as long as its optimizer step. One engine: it trains and samples, and the rollouts take
-twice as long as the step. Durations are those of ``async_rl``: median 1, 99th percentile 20, in a unit that is measured
-first. The ways to train take turns; a policy begins with the same weights in each.
+Two engines: the run is on one, which trains it in three passes; the other samples from its checkpoints. Environments
+take so long that an iteration's rollouts take as long as its training. One engine: it trains and samples, and the
+rollouts take twice as long as the step. Durations are those of ``async_rl``: median 1, 99th percentile 20, in a unit
+that is measured first. The ways to train take turns; a policy begins with the same weights in each.
 
 A machine needs two idle cores, beside some for the client, for the figures to mean something.
 """
@@ -34,8 +34,10 @@ from benchmarks.report import Figure, Size, run_alone
 LETTERS = "abcdefghijkl"
 COMPARED = ("sync", "one iteration ahead", RECOMMENDED)
 ITERATIONS, LENGTH, GROUP = 40, 32, 8
+PASSES = {TWO: 3, ONE: 1}
+"""Over each iteration's rollouts: sampling for one pass would take longer than the pass, without any environment."""
 STEPS = {TWO: 1.0, ONE: 2.0}
-"""How many optimizer steps an iteration's rollouts take."""
+"""How many times its training an iteration's rollouts take."""
 
 
 class OtherEngine(RunInference):
@@ -84,11 +86,11 @@ async def train(
 
     config = AlgorithmConfig(
         batch_size=BATCH, group_size=GROUP, max_tokens=LENGTH, seed=seed, num_parallel=1024, learning_rate=1e-3,
-        max_staleness=way.stale if way.mode == "sync" else 0,
+        ppo_epochs=PASSES[engines], max_staleness=way.stale if way.mode == "sync" else 0,
     )  # fmt: skip
     manager = RolloutManager(inference, Slow(), deterministic=False, num_parallel=1024, group_size=GROUP)
     algorithm = GRPOAlgorithm(service, run, given, of_its_kind, config, rollout_manager=manager, loggers=[Timer()])
-    options: dict[str, Any] = {"max_staleness": way.stale} if way.mode == "async" else {}
+    options: dict[str, Any] = {"max_staleness": way.stale * PASSES[engines]} if way.mode == "async" else {}
     began = loop.time()
     history = await algorithm.train(iterations, progress_bar=False, mode=way.mode, **options)
     dropped = history[-1]["groups/dropped"]

@@ -121,14 +121,16 @@ def widest(folder: Path, result: Found) -> torch.dtype:
 
     Also measures what float32 costs transformers, in one forward and where it adds token after token to its own cache.
     """
-    row, model = rows_of([max(LENGTHS)], 4)[0], plain(folder, torch.float32)
+    rows, model = rows_of([max(LENGTHS)] * 3, 4), plain(folder, torch.float32)
     with torch.no_grad():
-        narrow = logprobs_of(model, row)
+        narrow = [logprobs_of(model, row) for row in rows]
         with suppress(ValueError):  # some caches of transformers take no single tokens
-            result.rounding = apart(by_own_cache(model, row), narrow)
+            result.rounding = max(apart(by_own_cache(model, row), of) for row, of in zip(rows, narrow, strict=True))
     try:
+        model = plain(folder, torch.float64)
         with torch.no_grad():
-            result.rounding = max(result.rounding, apart(narrow, logprobs_of(plain(folder, torch.float64), row)))
+            wide = max(apart(of, logprobs_of(model, row)) for row, of in zip(rows, narrow, strict=True))
+        result.rounding = max(result.rounding, wide)
     except RuntimeError:
         result.limits.append("float32")
         return torch.float32

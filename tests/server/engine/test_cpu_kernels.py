@@ -391,6 +391,8 @@ def test_a_rotation_has_one_kernel_of_each_device(kernels: CpuKernels, tmp_path:
     rotation: Any = modeling_llama.apply_rotary_pos_emb
     assert rotation.devices == {"cpu", "meta"}
     assert not hasattr(rotation.plain.plain, "plain")
+    one, angles = torch.ones(1, 2, 3, 8), torch.zeros(1, 3, 8)
+    assert torch.equal(rotation(q=one, k=one, cos=angles, sin=angles)[0], 0 * one)  # by name, as Qwen4 calls its own
 
 
 class Bounded(torch.nn.SiLU):

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
+import torch
 from gradwire_proto.v1 import training_pb2
 from torch import nn
 from transformers import PreTrainedModel
@@ -108,13 +109,25 @@ def _left_out(model: PreTrainedModel) -> list[str] | None:
 
 
 def _is_no_product(layer: nn.Module) -> bool:
-    """Whether a linear layer is no mere product: a router that returns more, or a model's own subclass of Linear with a
-    forward of its own, as DeepSeek-V4's of groups, for which the product of an adapter would have another shape."""
+    """Whether a linear layer is no mere product: a router that returns more, or a model's own subclass of Linear whose
+    output has another shape than an adapter's product, as DeepSeek-V4's of groups, but not Falcon's."""
     router = type(getattr(layer, "base_layer", layer))
+    if issubclass(router, nn.Linear) and "Router" in router.__name__:
+        return True
     own = isinstance(layer, nn.Linear) and type(layer).__module__.startswith("transformers.models.")
-    return (issubclass(router, nn.Linear) and "Router" in router.__name__) or (
-        own and type(layer).forward is not nn.Linear.forward
-    )
+    return own and type(layer).forward is not nn.Linear.forward and not _has_its_shape(cast(nn.Linear, layer))
+
+
+@torch.no_grad()
+def _has_its_shape(layer: nn.Linear) -> bool:
+    """Whether the layer makes ``[1, 2, out_features]`` of ``[1, 2, in_features]``, without computing it."""
+    weights = {name: each.to("meta") for name, each in (*layer.named_parameters(), *layer.named_buffers())}
+    states = torch.empty(1, 2, layer.in_features, dtype=layer.weight.dtype, device="meta")
+    try:
+        output = torch.func.functional_call(layer, weights, (states,))
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return False
+    return isinstance(output, torch.Tensor) and output.shape == (1, 2, layer.out_features)
 
 
 def _named(model: PreTrainedModel, given: Sequence[str]) -> list[str]:

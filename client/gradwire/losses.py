@@ -36,7 +36,8 @@ class LossCatalogue:
             UnknownLossError: No such loss; the message lists the available ones.
         """
         if not isinstance(name, str):
-            raise InvalidArgumentError(f"loss_fn is the name of a loss, not {type_of(name)}", field="loss_fn")
+            custom = "; forward_backward_custom takes a loss of your own" if callable(name) else ""
+            raise InvalidArgumentError(f"loss_fn is the name of a loss, not {type_of(name)}{custom}", field="loss_fn")
         if name not in self._losses:
             known, meant = ", ".join(sorted(self._losses)) or "none", CALLED_ELSEWHERE.get(name.lower(), name)
             raise UnknownLossError(

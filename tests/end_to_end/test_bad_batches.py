@@ -40,6 +40,8 @@ CASES: list[tuple[str, Any, str, dict[str, Any], type[gradwire.GradwireError], s
     ("infinite log-probability", PPO | {"old_log_probs": [[0.0, -np.inf, 1], [0.0, 1]]}, "enhanced_ppo", {},
      gradwire.InvalidBatchError, "old_log_probs", 0, "finite"),
     ("unknown loss", GOOD, "casual_lm", {}, gradwire.UnknownLossError, "loss_fn", None, "causal_lm"),
+    ("a function", GOOD, lambda batch, scores: 0.0, {}, gradwire.InvalidArgumentError, "loss_fn", None,
+     "forward_backward_custom"),
     ("unknown argument", PPO, "enhanced_ppo", {"clip_epsilom": 0.2}, gradwire.InvalidArgumentError,
      "clip_epsilom", None, "clip_epsilon"),
     ("argument out of range", PPO, "enhanced_ppo", {"gamma": 1.5}, gradwire.InvalidArgumentError,

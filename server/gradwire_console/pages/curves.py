@@ -53,6 +53,7 @@ class Curves:
         self._axis = axis if axis in AXES else "step"
         self._window = mean if mean in SMOOTHING else 1
         self._large: list[str] | None = large.split(",") if large else None
+        self._drawn_large: list[str] = []
         self._unfolded: dict[str, bool] = {}
         self._within: tuple[float, float] | None = None
         self._few = few
@@ -95,7 +96,7 @@ class Curves:
 
     def _resize(self, name: str) -> None:
         """Show a small plot large, or a large one small."""
-        large = self._shown_large()
+        large = self._shown_large(self._there())
         others = [each for each in large if each != name]
         self._large = others if name in large else [*others, name][-MOST_LARGE:]
         keep_in_address(large=",".join(self._large))
@@ -104,8 +105,7 @@ class Curves:
     def _there(self) -> set[str]:
         return {name for record in self._records.values() for name in record.metrics_over(self._axis)}
 
-    def _shown_large(self) -> list[str]:
-        there = self._there()
+    def _shown_large(self, there: set[str]) -> list[str]:
         if self._large is None:
             return [name for name in LARGE if name in there][:AT_FIRST]
         return [name for name in self._large if name in there]
@@ -113,7 +113,8 @@ class Curves:
     def show(self, records: Mapping[str, Record]) -> None:
         """Draw the metrics of records, by the name of their run."""
         self._records = dict(records)
-        there, large = self._there(), self._shown_large()
+        there = self._there()
+        large = self._drawn_large = self._shown_large(there)
         self._none.set_visibility(not there)
         pale = "Pale: each value. " if self._window > 1 else ""
         self._legend.text = f"{pale}Drag in a plot to zoom." if there else ""  # type: ignore[attr-defined]
@@ -149,7 +150,7 @@ class Curves:
         return show
 
     def _draw(self, name: str) -> Callable[[str], None]:
-        is_large = name in self._shown_large()
+        is_large = name in self._drawn_large
         with ui.element("div").classes("gw-head"):
             with ui.element("div").classes("grow"):
                 plain(name, "gw-plot-title")

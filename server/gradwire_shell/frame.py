@@ -155,8 +155,9 @@ def frame(
     with ui.element("div").classes("gw-main" + (" narrow" if narrow else "")).props("id=content"):  # inside the main
         yield status
     client = ui.context.client
-    dark, query = app.storage.user.get("dark"), client.request.query_params
-    ui.add_body_html(as_html(client.content, dark=dark, query=query, behind=behind_proxy))
+    if not client.has_socket_connection:  # else a page that asked its browser for something is made already
+        dark, query = app.storage.user.get("dark"), client.request.query_params
+        ui.add_body_html(as_html(client.content, dark=dark, query=query, behind=behind_proxy))
 
 
 def _theme() -> None:

@@ -76,6 +76,7 @@ class _Drawing:
             face = (_tag("i", "", {"class": "q-icon"}) if props.get("icon") else "") + label
             inner = _tag("span", face, {"class": "q-btn__content text-center col items-center justify-center row"})
             name, classes = "button", [*classes, "q-btn", "q-btn-item", "q-btn--flat"]
+            about["disabled"] = ""
         else:
             text = html.escape(str(getattr(element, "text", "") or "")) or label
             inner = text + "".join(map(self.of, element.default_slot.children))

@@ -151,6 +151,7 @@ def open_page(browser: Browser, refused: list[str]) -> Page:
 
 def keep(page: Page, name: str) -> None:
     if SCREENSHOTS:
+        page.evaluate("scrollTo(0, 0)")  # else the bar is in the middle
         page.wait_for_timeout(1000)
         page.screenshot(path=Path(SCREENSHOTS) / f"{name}.png", full_page=True)
 
@@ -171,7 +172,8 @@ def pressing(button: Locator) -> Iterator[None]:
 
 def introduce(page: Page, name: str) -> None:
     page.get_by_label("Your name").fill(name)
-    page.get_by_role("button", name="Continue").click()
+    with page.expect_navigation():  # keys are for its scripts
+        page.get_by_role("button", name="Continue").click()
 
 
 def test_rating_by_keyboard_and_mouse(service: FeedbackService, api: httpx.Client, page: Page) -> None:

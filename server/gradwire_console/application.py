@@ -121,6 +121,8 @@ def _add_json(app: FastAPI, workspaces: Workspaces) -> None:
         if workspace is None:
             raise HTTPException(401, "sign in at /login first")
         await workspace.listed()
+        if workspace.away:  # a page shows how old it is
+            raise HTTPException(503, f"the server is away: {workspace.away}")
         return workspace
 
     @app.exception_handler(gradwire.GradwireError)

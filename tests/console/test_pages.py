@@ -438,6 +438,8 @@ def test_a_server_that_hangs_is_away(tiny_model_path: Path, tmp_path: Path, page
             each.goto(f"{console.url}/{path}")
             expect(each.locator(".gw-note", has_text="The server is away")).to_be_visible()
         assert time.monotonic() - begun < 20, "other pages do not hang with it"
+        answer = page.request.get(f"{console.url}/api/runs")
+        assert answer.status == 503 and "the server is away" in answer.json()["detail"]
         server.process.send_signal(signal.SIGCONT)
         for each in (page, *others):
             expect(each.locator(".gw-state.connected")).to_be_visible()

@@ -10,6 +10,7 @@ import pytest
 PAGES = "import gradwire_console.application, gradwire_feedback.running"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("imported", "absent"),
     [

@@ -95,6 +95,7 @@ async def many_clients(loaded: Loaded, clients: int, operations: int, large: int
     assert loaded.memory("VmHWM") < before + 1024
 
 
+@pytest.mark.long
 async def test_many_clients_are_served(loaded: Loaded) -> None:
     await many_clients(loaded, 8, 60, 1)
 

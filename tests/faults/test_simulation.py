@@ -252,6 +252,7 @@ LATE = (
 """Found after many seeds only."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "defect", [pytest.param(each, marks=pytest.mark.slow) if each in LATE else each for each in DEFECTS]
 )

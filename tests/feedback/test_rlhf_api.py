@@ -27,6 +27,7 @@ def test_feedback_as_the_document_sends_it(api: httpx.Client) -> None:
     assert refused.is_client_error and "10" in refused.text
 
 
+@pytest.mark.long
 def test_a_dry_run_and_an_empty_list(api: httpx.Client) -> None:
     assert api.get(f"/{AGENT}").json() == []
     for row in scores(10):

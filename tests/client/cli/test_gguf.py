@@ -165,6 +165,7 @@ def test_a_file_has_the_model_and_its_tokenizer(family: str, tmp_path: Path) -> 
     assert again.chat_template == tokenizer.chat_template
 
 
+@pytest.mark.long
 def test_q4_k_m_has_more_bits_where_an_error_costs_most(tmp_path: Path) -> None:
     import gguf
     from safetensors.torch import load_file

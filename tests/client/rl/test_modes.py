@@ -261,6 +261,7 @@ class Long(Doors):
         return StepResult("on", terminated=state.step >= int(state.task.data["turns"]) - 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("groups", "turns"), [(250, 2), (2, 200)], ids=["1,000 episodes", "200 turns"])
 async def test_many_episodes_and_long_ones(

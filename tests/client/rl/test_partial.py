@@ -182,6 +182,7 @@ class Overflowing(GRPOAlgorithm):
         return TrainingBatch("importance_sampling", {}, columns, {})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["sync", "async"])
 async def test_the_server_counts_the_steps(mode: Any, server: Server) -> None:
     """A step that is skipped is none, and steps of others between two calls are; samples say the same."""

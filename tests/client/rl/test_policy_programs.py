@@ -233,6 +233,7 @@ def test_packages_below_tmp_are_found(wall: str, monkeypatch: pytest.MonkeyPatch
     assert score == 1.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("passes", ["own namespaces"], indirect=True)
 async def test_what_takes_too_long_fails_what_is_left(passes: RewardFunction) -> None:
     code = "def add(a, b):\n    while a == 20: pass\n    return a + b"

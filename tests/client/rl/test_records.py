@@ -183,6 +183,7 @@ def test_a_page_does_not_run_what_a_policy_wrote() -> None:
     assert "<script" not in shown and "<img" not in shown
 
 
+@pytest.mark.long
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refusal(file: Path) -> str:
         with pytest.raises(SystemExit) as status:

@@ -62,6 +62,7 @@ def test_mistakes_are_told_in_a_line(words: list[str], says: str) -> None:
     assert says in str(stopped.value)
 
 
+@pytest.mark.long
 def test_the_example_and_the_installed_command_are_the_same_door() -> None:
     words = ["--config", str(SHIPPED), "--updates", "8", "--seed", "42"]
     script = [sys.executable, str(ROOT / "scripts/run_router_ppo.py"), *words]

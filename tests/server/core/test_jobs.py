@@ -66,6 +66,7 @@ async def test_a_job_belongs_to_its_key(start: Start, tmp_path: Path) -> None:
         assert code_of(await refused(lent.GetJob(jobs.GetJobRequest(job_id=job.job_id)))) == "unauthenticated"
 
 
+@pytest.mark.long
 async def test_reports_are_fenced_and_repeated_steps_replaced(start: Start) -> None:
     async with start(**NO_WORKERS) as door:
         stub, core = await stub_of(door), door.server.core

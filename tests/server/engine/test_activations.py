@@ -94,6 +94,7 @@ def test_recomputed_activations_give_the_same_bits(
     assert_same_bits(found[2][2], found[0][2])
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_recomputed_unless_the_run_says_otherwise(engine: LocalEngine) -> None:
     for run_id, setting in (("free", {}), ("always", True), ("never", False)):
         engine.create(run_id, **({} if setting == {} else {"gradient_checkpointing": setting}))

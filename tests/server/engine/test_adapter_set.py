@@ -124,6 +124,7 @@ def test_later_adapters_visit_no_more_modules_than_earlier_ones(pool: ModelPool)
     assert not any("run-" in name for name in names if not name.startswith("model.embed_tokens"))
 
 
+@pytest.mark.long
 def test_deletion_frees_everything(pool: ModelPool) -> None:
     keeping = policy(pool, 99, {"rank": 4})
     for settings in MIXED:

@@ -31,6 +31,7 @@ MENDED = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [pytest.param(each, marks=pytest.mark.slow) if each in ("Phi-MoE", "Hunyuan 4") else each for each in MENDED],

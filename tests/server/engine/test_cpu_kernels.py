@@ -343,6 +343,7 @@ def built(folder: Path, family: str = "llama") -> str:
     return normed_model(FAMILIES[family], folder / family)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_sample_with_them_as_without(
     kernels: CpuKernels, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -442,6 +443,7 @@ def graph(tensor: Tensor) -> set[Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("relative", [False, True])
 def test_they_are_compiled_once(
     kernels: CpuKernels, forgotten: None, relative: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

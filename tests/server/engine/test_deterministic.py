@@ -127,6 +127,7 @@ def test_drafts_change_no_bit(folder: Path, tmp_path: Path, dtype: str) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lora", [4, None], ids=["lora", "full"])
 def test_the_ratio_of_training_to_sampling_is_one_exactly(
@@ -196,6 +197,7 @@ def test_the_memory_of_its_copies_of_weights_is_estimated(folder: Path, tmp_path
     assert estimate(replace(workload, deterministic=False), Device("cpu", 8 << 30)).parts["panels"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lora", [4, None], ids=["lora", "full"])
 def test_layers_with_a_window(tmp_path: Path, dtype: str, lora: int | None) -> None:

@@ -77,6 +77,7 @@ def many(model_path: Path, folder: Path, count: int) -> None:
     assert pool.get("tiny").adapters is None and not folder.exists()
 
 
+@pytest.mark.long
 def test_many_runs(model_path: Path, tmp_path: Path) -> None:
     many(model_path, tmp_path / "spilled", 96)
 

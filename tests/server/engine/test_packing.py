@@ -236,6 +236,7 @@ def test_a_layer_that_keeps_its_window_to_itself_is_not_packed(load: Load, monke
     assert load("Mistral", sliding_window=32).packing is Packing.PADDED
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma3"])
 def test_deep_models_with_a_padding_token_are_packed(load: Load, name: str) -> None:
     settings = {"num_hidden_layers": 24, "pad_token_id": 0, "head_dim": 8, "initializer_range": 0.1}

@@ -52,6 +52,7 @@ def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return save_model(tmp_path_factory.mktemp(request.param), tied=request.param == "tied")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("loss", "kwargs", "config", "budget"),
     [
@@ -80,6 +81,7 @@ def test_a_sharded_model_trains_as_a_whole_one(
     assert_same(sharded.optimizer.state_tensors(), plain.optimizer.state_tensors())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("config", [{}, {"lora": 4}, {"head": "value"}], ids=["full", "lora", "value-head"])
 def test_masters_of_a_sharded_model_in_bfloat16_are_those_of_a_whole_one(
     model_path: Path, config: dict[str, Any]
@@ -93,6 +95,7 @@ def test_masters_of_a_sharded_model_in_bfloat16_are_those_of_a_whole_one(
         torch.testing.assert_close(whole(sharded.policy.masters()[name]), master, rtol=1e-2, atol=3e-2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("config", [{}, {"lora": 4}, {"head": "value"}], ids=["full", "lora", "value-head"])
 def test_checkpoints_fit_whole_and_sharded_runs(model_path: Path, tmp_path: Path, config: dict[str, Any]) -> None:
     plain, sharded = pair(model_path, **config)

@@ -123,6 +123,7 @@ def transformers_gradient(policy: Policy) -> tuple[dict[str, Tensor], Any]:
     return {name: each for name, each in zip(parameters, found, strict=True) if each is not None}, output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 4], ids=["full", "lora"])
 @pytest.mark.parametrize("name", list(BALANCED))
 def test_the_gradient_is_that_of_transformers_however_the_batch_is_split(name: str, rank: int, tmp_path: Path) -> None:
@@ -279,6 +280,7 @@ def test_a_loss_of_the_client_is_balanced_too(tmp_path: Path) -> None:
         assert torch.allclose(sums[name] * factor, expected[name], atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_run_repeats_itself_bit_by_bit_and_says_once_what_it_uses(tmp_path: Path) -> None:
     model = saved(tmp_path, "Qwen3-MoE")
     batch = token_rows(ROWS)

@@ -156,6 +156,7 @@ def test_drafts_between_micro_batches_change_no_bit(tiny_model_path: Path, tmp_p
     assert found[0] == found[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", ["causal_lm", "bco"])
 def test_small_operations_go_between_the_micro_batches_of_a_large_one(
     loss: str, tiny_model_path: Path, tmp_path: Path

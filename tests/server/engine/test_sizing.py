@@ -68,6 +68,7 @@ def test_activations_on_meta_tensors_are_those_that_autograd_really_saves(
     assert 0.97 * meter.bytes <= computed["activations"] <= meter.bytes + 2 * states
 
 
+@pytest.mark.long
 def test_a_run_holds_what_is_computed(model: Path) -> None:
     for config in (run_config(rank=8), run_config(head="reward"), run_config(rank=4, head="value")):
         policy, meta = real_policy(model, config), MetaModel(str(model), torch.float32, config)
@@ -237,6 +238,7 @@ def test_tokens_that_rows_share_are_counted_once(model: Path) -> None:
     assert ratio == pytest.approx((120 + 8 * 80) / (8 * 200), rel=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["qwen3_vl", "smolvlm"])
 def test_the_vision_part_is_counted_as_the_engine_counts_it(tmp_path: Path, kind: str) -> None:
     path = vision_model(tmp_path / kind, kind)

@@ -75,6 +75,7 @@ def test_the_threads_follow_the_work(two_threads: None, engine: LocalEngine, use
     assert used[-3:] == [1, 2, 1] and torch.get_num_threads() == 2
 
 
+@pytest.mark.long
 def test_the_threads_are_back_after_an_error(two_threads: None, engine: LocalEngine, used: list[int]) -> None:
     engine.create("run-a", lora=4)
     engine.do("run-a", token_rows(SMALL), forward_backward=CAUSAL)

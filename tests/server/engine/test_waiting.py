@@ -253,6 +253,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.long
 def test_a_token_of_any_kinds_waits_once(engine: LocalEngine, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # It compares numbers, once for each model, and so does the trial of drafts.
     monkeypatch.setattr(local, "paged_token_bytes", lambda policy, agreement: 1)

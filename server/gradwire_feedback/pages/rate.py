@@ -107,7 +107,7 @@ class _Rating:
                 _button("Look again", self._next, kind="primary")
             self._item = ui.column().classes("full-width").style("gap: var(--gap-3)")
             with ui.row().classes("full-width items-center"):
-                self._actions = ui.element("div").classes("contents")
+                self._actions = ui.element("div").classes("gw-actions")
                 _button("Undo (U)", self._undo)
                 self._keys = ui.label().classes("quiet")
         await self._next()

@@ -73,6 +73,7 @@ def test_a_long_prompt_that_would_soon_be_computed_again_waits(policy: Policy) -
     assert stage.most_rows == 4
 
 
+@pytest.mark.long
 def test_a_row_that_left_has_the_same_tokens_and_log_probabilities(
     policy: Policy, full_logprobs: FullLogprobs, rng: np.random.Generator
 ) -> None:

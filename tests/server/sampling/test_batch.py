@@ -64,6 +64,7 @@ def test_requests_of_different_kinds_join_one_batch(policy: Policy) -> None:
     check_alone(policy, run(LocalSampler(), policy))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cache_tokens", [1, 64, 160])
 def test_those_without_room_wait(policy: Policy, cache_tokens: int) -> None:
     check_alone(policy, run(LocalSampler(cache_bytes=cache_tokens * token_bytes(policy)), policy))

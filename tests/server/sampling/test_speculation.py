@@ -126,6 +126,7 @@ def compared(ask: Callable[[LocalSampler], Sequence[LocalJob]], **arguments: Any
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_samples_are_the_same_to_the_bit(pool: ModelPool, tokens: TextTokenizer, options: str) -> None:
     params = SamplingParams(**{"max_tokens": 60, "seed": 3, "ignore_eos": True} | OPTIONS[options])
@@ -155,6 +156,7 @@ def test_rows_of_several_adapters_are_drafted_for(whole_pool: ModelPool) -> None
     assert all(each.num_accepted_tokens > 3 for each in found.samples)
 
 
+@pytest.mark.long
 def test_requests_of_different_options_share_steps(whole_pool: ModelPool, tokens: TextTokenizer) -> None:
     policy = Policy(whole_pool.get("model"))
 

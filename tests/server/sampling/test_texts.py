@@ -129,6 +129,7 @@ def test_tokenizers_that_have_no_bytes_are_refused(policy: Policy, tokenizer: Te
         assert caught.value.code == training_pb2.ERROR_CODE_UNSUPPORTED
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("short_of_memory", [False, True])
 def test_a_stream_is_the_sample(
     bpe: Policy, tokens: TextTokenizer, monkeypatch: pytest.MonkeyPatch, short_of_memory: bool

@@ -86,6 +86,7 @@ def test_every_threat_names_tests_that_exist() -> None:
             assert re.search(rf"^(async )?def {name}\(", source, re.MULTILINE), f"{path}::{name}"
 
 
+@pytest.mark.long
 async def test_every_rpc_with_every_key(keyed: Any) -> None:
     async with keyed() as door:
         ada = await door.shared_run()

@@ -94,6 +94,7 @@ async def _send(body: Costly, http: httpx.AsyncClient, channel: grpc.aio.Channel
         call.cancel()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(60 * MINUTES + 1200)
 @pytest.mark.parametrize("minutes", [0, pytest.param(MINUTES, marks=pytest.mark.slow)])
 @pytest.mark.holds_loop("it draws the bodies, before it measures")

@@ -82,6 +82,7 @@ async def test_numbers_that_no_list_and_no_log_has_are_refused(keyed: Any) -> No
         assert (read.chunk, read.size_bytes) == (b"", 4)
 
 
+@pytest.mark.long
 async def test_many_long_jobs_do_not_make_files_dear(keyed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The settings of every job were read again for each file that expired: minutes of the event loop."""
     read: list[int] = []

@@ -114,6 +114,7 @@ async def test_a_form_that_is_not_what_its_type_says_is_refused(served: Served, 
         assert files(served) == before
 
 
+@pytest.mark.long
 async def test_nothing_that_a_client_sends_becomes_a_header_of_the_answer(served: Served, tmp_path: Path) -> None:
     """Ends of lines in every path, query and header, encoded and raw, on every route."""
     end = "%0d%0aInjected:%20yes%0d%0a"

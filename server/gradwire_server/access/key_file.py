@@ -86,10 +86,25 @@ class Key:
 
 
 class KeyFile:
-    """The file ``keys.json`` of a state folder; creates and revokes keys."""
+    """The file ``keys.json`` of a state folder; creates and revokes keys.
+
+    ``keys.lock`` beside it is not empty once there were keys: a lost file does not open the server to everybody.
+    """
 
     def __init__(self, state_dir: Path) -> None:
-        self._path = state_dir / "keys.json"
+        self._path, self._lock = state_dir / "keys.json", state_dir / "keys.lock"
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the file is missing though there were keys."""
+        return not self._path.exists() and self._lock.exists() and self._lock.stat().st_size > 0
+
+    @property
+    def how_lost(self) -> str:
+        return (
+            f"{self._path} is missing, and there were keys: copy it from a backup, or delete {self._lock} to begin"
+            " without keys"
+        )
 
     def read(self) -> tuple[Key, ...]:
         """Read every key, revoked ones included.
@@ -105,6 +120,8 @@ class KeyFile:
                 raise ValueError(f"{self._path} is damaged: its checksum does not match")
             return tuple(Key(**{**key, "quota": Quota(**key.get("quota", {}))}) for key in content.get("keys", ()))
         except FileNotFoundError:
+            if self.is_lost:
+                raise ValueError(self.how_lost) from None
             return ()
         except (TypeError, AttributeError) as error:  # another shape, a field too many or too few
             raise ValueError(f"{self._path} is not a file of keys: {error}") from None
@@ -157,13 +174,14 @@ class KeyFile:
     @contextmanager
     def _changing(self) -> Iterator[list[Key]]:
         make_folder(self._path.parent, 0o700)
-        lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        lock = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             keys = list(self.read())
             yield keys
             told = [asdict(key) for key in keys]
             replace_text(self._path, json.dumps({"keys": told, "checksum": _checksum(told)}, indent=1), 0o600)
+            os.pwrite(lock, b"there were keys\n", 0)
         finally:
             os.close(lock)
 

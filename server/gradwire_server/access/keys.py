@@ -310,6 +310,9 @@ class Keys:
             stat = self._path.stat()
         except FileNotFoundError:
             self._live, self._all, self._seen, self._are_several = {}, (), None, False
+            if self._open and self._file.is_lost:
+                self._open = False
+                log.error("nobody is let in: %s", self._file.how_lost)
             return
         seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
         if seen == self._seen:

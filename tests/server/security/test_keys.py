@@ -141,6 +141,13 @@ async def test_the_first_key_closes_an_open_door_and_a_lost_file_does_not_open_i
             assert code_of(await outcome(Keyed(stub, secret), "ListRuns", LIST)) == "unauthenticated"
         file.unlink()
         assert code_of(await outcome(stub, "ListRuns", LIST)) == "unauthenticated"
+    async with start() as door:  # again
+        assert code_of(await outcome((await door.client()).stub, "ListRuns", LIST)) == "unauthenticated"
+    refused = command("create", "eve", "--state-dir", str(tmp_path))
+    assert refused.exit_code == 2 and "is missing, and there were keys" in refused.stderr
+    (tmp_path / "keys.lock").unlink()
+    async with start() as door:
+        assert code_of(await outcome((await door.client()).stub, "ListRuns", LIST)) == "yes"
 
 
 async def test_with_a_key_the_server_listens_beyond_loopback(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class Stem:
             cwd: Its folder.
             more: ``session``: it begins one; ``group``: it is the first of a process group.
         """
-        told = {"words": words, "env": dict(env), "fds": list(fds), "cwd": cwd, **more}
+        told = {"words": words, "env": dict(env), "fds": list(fds), "cwd": cwd, "umask": _umask(), **more}
         with self._lock:
             socket.send_fds(self._link, [json.dumps(told).encode()], list(fds.values()))
             answer = self._link.recv(32)
@@ -103,6 +103,12 @@ def _started() -> Stem:
 
     atexit.register(end)
     return Stem(ours)
+
+
+def _umask() -> int:
+    """This process's mask of file modes; to ask the system for it changes it, also for other threads."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("Umask:")[2].split()[0], 8)
 
 
 def _lasting(words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
@@ -240,6 +246,7 @@ def _run(told: Mapping[str, Any], fds: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(told["env"])
     os.chdir(told["cwd"])
+    os.umask(told["umask"])
     if told.get("session"):
         os.setsid()
     if told.get("group"):

@@ -98,12 +98,14 @@ export default {
     document.addEventListener("keydown", this.key);
     addEventListener("scroll", this.look, { passive: true });
     addEventListener("resize", this.look);
-    this.look();
+    this.watching = new ResizeObserver(this.look); // of the page, once it is laid out: what stands above may come and go
+    this.watching.observe(document.body);
   },
   unmounted() {
     document.removeEventListener("keydown", this.key);
     removeEventListener("scroll", this.look);
     removeEventListener("resize", this.look);
+    this.watching?.disconnect();
   },
   methods: {
     one,

@@ -331,12 +331,12 @@ def button(
     return ui.button(text, on_click=on_click, icon=icon, color=None).props("no-caps flat").classes(f"gw-{kind}")
 
 
-def question(label: str, send: str, answer: Callable[[str], Any], *, password: bool = False) -> None:
+def question(label: str, send: str, answer: Callable[[str], Any]) -> None:
     """A field and a button; either gives ``answer`` what was typed.
 
     The browser sends the text with the event: before a page is connected, an event may overtake those before it.
     """
-    field = ui.input(label, password=password).props("outlined dense autofocus").classes("full-width")
+    field = ui.input(label).props("outlined dense autofocus").classes("full-width")
     typed = f"() => emit(getHtmlElement({field.id}).value)"
     for element, event in ((field, "keydown.enter"), (button(send, None, kind="primary"), "click")):
         element.on(event, lambda told: answer(str(told.args).strip()), js_handler=typed)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import html
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import parse_qs
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exception_handlers import http_exception_handler, request_validation_exception_handler
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, RedirectResponse
+from gradwire_http.browsers import local_path
 from nicegui import Client, app, events, ui
 from nicegui.element import Element
 
-from gradwire_shell.components import button, error, named, plain, question, title
-from gradwire_shell.prerendered import as_html
+from gradwire_shell.components import button, error, named, plain, title
+from gradwire_shell.prerendered import as_html, theme_script
 
 CSS = (Path(__file__).parent / "theme.css").read_text(encoding="utf-8")
 THEMES: dict[bool | None, tuple[str, str]] = {
@@ -43,6 +46,19 @@ addEventListener("pointermove", (move) => {
     pressed.button.releasePointerCapture(move.pointerId);
 });
 </script>"""
+SIGN_IN = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Sign in · gradwire</title><style>*, ::before, ::after { box-sizing: border-box } body { margin: 0 }
+label { display: grid; gap: .25rem } .gw-primary { font: inherit; font-weight: 500; border: 0; border-radius: 4px;
+padding: .55rem 1rem; align-self: start; cursor: pointer; color: var(--on-accent); background: var(--accent) }
+%s</style></head><body><script>%s</script>
+<main class="gw-main" style="max-width: 26rem; padding-top: 18vh"><form class="gw-panel" method="post">
+<h1 class="gw-title">gradwire %s</h1>
+<label>%s<input class="gw-search" style="width: 100%%" type="password" name="key" autofocus></label>
+<button class="gw-primary">Sign in</button>
+<div role="alert" style="color: var(--bad)">%s</div></form></main></body></html>"""
+MOST_TYPED = 3 * 4096 + len("key=")
+"""Bytes of a form with a key of 4,096 characters, each of which may be written as three."""
 RESPONSE_TIMEOUT_S = 60.0
 """Seconds that a page may take to be made; NiceGUI's three are too few on a machine that trains."""
 RECONNECT_TIMEOUT_S = 120.0
@@ -195,31 +211,31 @@ def behind_proxy(path: str) -> str:
     return str(ui.context.client.request.scope.get("root_path", "")) + path
 
 
-def sign_in(product: str, label: str, enter: Callable[[str], Awaitable[str]], target: str) -> None:
-    """The page that asks for a key.
+def add_sign_in(product: str, label: str, enter: Callable[[str], Awaitable[str]]) -> None:
+    """Add the page ``/login``, which asks for a key: a form that needs no script, so that no key is typed in vain.
 
     Args:
         label: The key's name.
-        enter: Takes the key, and returns why it is refused; "" where it is not.
-        target: Where to go then, with what stands behind the ``#`` of the address.
+        enter: Takes the key for the browser of the request, and returns why it is refused; "" where it is not.
     """
-    ui.add_head_html(f"<style>{CSS}</style>")
-    ui.dark_mode(app.storage.user.get("dark"))
 
-    async def submit(key: str) -> None:
-        refusal.set_text("")
-        why = await enter(key)
-        if why:
-            refusal.set_text(why)
-        else:
-            ui.run_javascript(f"location.assign({json.dumps(behind_proxy(target))} + location.hash)")
+    def shown(refusal: str, status: int) -> HTMLResponse:
+        product_, label_, refusal_ = map(html.escape, (product, label, refusal))
+        page = SIGN_IN % (CSS, theme_script(app.storage.user.get("dark")), product_, label_, refusal_)
+        return HTMLResponse(page, status)
 
-    with ui.element("div").classes("gw-main").style("max-width: 26rem; padding-top: 18vh"), panel_form():
-        title(f"gradwire {product}")
-        question(label, "Sign in", submit, password=True)
-        refusal = ui.label("").style("color: var(--bad)").props("role=alert")
+    async def take(request: Request, next: str = "/") -> Response:
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > MOST_TYPED:
+                return shown("This is no key: it is longer than 4,096 characters.", 413)
+        key = parse_qs(body.decode("ascii", "replace")).get("key", [""])[0].strip()
+        if refusal := await enter(key):
+            return shown(refusal, 401)
+        target = str(request.scope.get("root_path", "")) + local_path(next, "/")
+        return RedirectResponse(target, 303)  # a browser keeps what stands behind the "#"
 
-
-def panel_form() -> Element:
-    """A panel without a heading of its own."""
-    return ui.element("section").classes("gw-panel")
+    app.remove_route("/login")
+    app.get("/login")(lambda: shown("", 200))
+    app.post("/login")(take)

@@ -24,7 +24,7 @@ HEAD = """<style>
 padding: 0 12px; line-height: 38px; overflow: hidden; white-space: nowrap; color: var(--quiet) }
 .gw-before ~ #esm-fallback { height: auto }</style>"""
 AWAITS = """<script>
-document.body.classList.add(%s ? "body--dark" : "body--light");
+%s
 new MutationObserver((_, watching) => {
   if (!document.getElementById("app")?.hasChildNodes()) return;
   document.querySelector(".gw-before").remove();
@@ -43,9 +43,14 @@ def as_html(content: Element, *, dark: bool | None, query: Mapping[str, str], be
         query: The query of the page's address, by which a table searches and orders its rows.
         behind: A path as a browser asks for it.
     """
-    wanted = "matchMedia('(prefers-color-scheme: dark)').matches" if dark is None else str(dark).lower()
     drawn = _Drawing(not {"search", "order"} & {*query}, behind).of(content)
-    return HEAD + _tag("div", drawn, {"class": "gw-before nicegui-layout"}) + AWAITS % wanted
+    return HEAD + _tag("div", drawn, {"class": "gw-before nicegui-layout"}) + AWAITS % theme_script(dark)
+
+
+def theme_script(dark: bool | None) -> str:
+    """What gives the page's body its theme; None: the system's."""
+    wanted = "matchMedia('(prefers-color-scheme: dark)').matches" if dark is None else str(dark).lower()
+    return f'document.body.classList.add({wanted} ? "body--dark" : "body--light");'
 
 
 class _Drawing:

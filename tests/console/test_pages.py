@@ -348,6 +348,10 @@ def test_keys_of_the_server_are_asked_for(tiny_model_path: Path, tmp_path: Path,
             page.get_by_role("button", name="Sign in").click()
             expect(page.get_by_text(sees)).to_be_visible()
         assert page.request.get(f"{console.url}/api/runs").json() == []
+        with httpx.Client(base_url=console.url) as plain:  # without a script
+            assert plain.post("/login", data={"key": "a" * 20_000}).status_code == 413
+            assert plain.post("/login?next=//evil.example", data={"key": keys["ada"]}).headers["location"] == "/"
+            assert plain.get("/api/runs").json()[0]["name"] == "of-ada"
         page.context.clear_cookies()
         page.goto(console.url)
         page.get_by_label("Key of the server").fill(keys["ada"])

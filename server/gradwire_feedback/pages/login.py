@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from gradwire_http.browsers import local_path
-from gradwire_shell.frame import page_at, sign_in
+from gradwire_shell.frame import add_sign_in
 from nicegui import app
 
 from gradwire_feedback.context import Context
@@ -12,16 +11,14 @@ from gradwire_feedback.store.problems import UnauthenticatedError
 
 
 def register(context: Context) -> None:
-    @page_at("/login", title="Sign in")
-    def login(next: str = "/") -> None:
-        async def enter(key: str) -> str:
-            digest = digest_of(key)
-            with context.database.read() as session:
-                try:
-                    caller_of(session, digest)
-                except UnauthenticatedError:
-                    return "This key is not valid."
-            app.storage.user["key"] = digest
-            return ""
+    async def enter(key: str) -> str:
+        digest = digest_of(key)
+        with context.database.read() as session:
+            try:
+                caller_of(session, digest)
+            except UnauthenticatedError:
+                return "This key is not valid."
+        app.storage.user["key"] = digest
+        return ""
 
-        sign_in("feedback", "API key", enter, local_path(next, "/"))
+    add_sign_in("feedback", "API key", enter)

@@ -25,7 +25,7 @@ from gradwire.recipes.settings import SettingsError
 from gradwire.rl import last_number, math_answer, multiple_choice
 from gradwire.rl.datasets import final_answer
 from gradwire.rl.environments import AgentEnvironment, Environment, GroupBuilder
-from gradwire.rl.rewards import RewardModel, Scorer, WeightedReward, environment_reward
+from gradwire.rl.rewards import OverlongPenalty, RewardModel, Scorer, WeightedReward, environment_reward
 from gradwire.rl.rewards.computer import as_scorer, close_scorer
 from gradwire.rl.rewards.graders import Grader, Sample, SampleError
 from gradwire.rl.types import Action, Message, StepData, Task, Trajectory
@@ -71,14 +71,21 @@ def trained_rewards(reward: str | Mapping[str, float]) -> list[str]:
 
 
 @asynccontextmanager
-async def reward_models(service: Any, reward: str | Mapping[str, float]) -> AsyncIterator[dict[str, Scorer]]:
-    """Load the reward models that the setting ``reward`` names: copies of their runs, deleted at the end."""
+async def reward_models(
+    service: Any, reward: str | Mapping[str, float], missing_eos_penalty: float = 0.0
+) -> AsyncIterator[dict[str, Scorer]]:
+    """Load the reward models that the setting ``reward`` names: copies of their runs, deleted at the end.
+
+    Args:
+        missing_eos_penalty: Taken off the score of an answer that was cut: a model of whole answers cannot judge it.
+    """
     runs = {name: await service.fork_run(trained(name).checkpoint) for name in trained_rewards(reward)}
     try:
         for name, run in runs.items():
             if (head := (await run.info()).head) != "reward":
                 raise SettingsError(f"reward has {name}, whose run has {head or 'no'} head: name a training by reward")
-        yield {name: RewardModel(run) for name, run in runs.items()}
+        models = {name: RewardModel(run) for name, run in runs.items()}
+        yield {name: OverlongPenalty(each, penalty=missing_eos_penalty) for name, each in models.items()}
     finally:
         for run in runs.values():
             with suppress(GradwireError):

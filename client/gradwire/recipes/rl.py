@@ -68,6 +68,7 @@ class RLSettings(Settings):
         "last_number, math_answer (symbolic; needs gradwire[math]), multiple_choice, environment, FILE.py:FUNCTION, "
         "the folder of a training by reward, or a mapping of these to weights",
     )
+    missing_eos_penalty: float = setting(1.0, "taken off a reward model's score of an answer that was cut")
     grading: dict[str, Any] = setting({}, "a grader of OpenAI's form, over each row's columns; in place of reward")
     environment: str = setting(
         "", "FILE.py:NAME, MODULE:NAME, an entry point, or agent: a program; empty: one answer to each problem"
@@ -132,7 +133,7 @@ async def train_with(
     kept, held_out = rows_of(data.prompts, settings)
     async with (
         open_training(settings, head=head, kind="rl", launch=launch) as training,
-        reward_models(training.service, settings.reward) as models,
+        reward_models(training.service, settings.reward, settings.missing_eos_penalty) as models,
     ):
         service, model = training.service, training.model
         tokens = RowEncoder(service, model, settings.max_tokens, on_error=settings.on_error)

@@ -18,7 +18,8 @@ from gradwire.data import OnError
 LEAST = {
     0: ("limit", "seed", "lora_rank", "learning_rate", "warmup", "weight_decay", "max_steps", "batch_tokens",
         "eval_every", "eval_problems", "save_every", "lora_alpha", "lora_dropout", "dropout", "neftune_noise_alpha",
-        "head_learning_rate", "max_grad_norm", "keep", "patience", "learning_rate_multiplier", "record_every"),
+        "head_learning_rate", "max_grad_norm", "keep", "patience", "learning_rate_multiplier", "record_every",
+        "missing_eos_penalty"),
     1: ("batch_size", "accumulation", "epochs", "max_tokens", "answer_tokens", "group_size", "answers", "turns",
         "passes"),
 }  # fmt: skip

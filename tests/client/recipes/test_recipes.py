@@ -233,7 +233,13 @@ async def test_a_reward_model_is_the_reward_of_its_folder(server: Server, sums: 
         before = len(await service.list_runs())
         await ppo.train(ppo.PPO(**common, answers=2, reward=str(tmp_path / "judge")))
         assert len(await service.list_runs()) == before + 1  # the reward model's copy is gone
-    assert len(curve(tmp_path / "ppo", "rewards/reward_model")) == 2
+        await ppo.train(ppo.PPO(**common | {"folder": str(tmp_path / "as_is")}, answers=2, missing_eos_penalty=0.0,
+                                reward=str(tmp_path / "judge")))  # fmt: skip
+    for name, penalty in (("ppo", 1.0), ("as_is", 0.0)):  # an untrained model's answers are cut
+        (first, *rest) = metrics(tmp_path / name)
+        assert len(rest) == 1 and first["rollouts/truncated"] > 0
+        share = first["rollouts/truncated"] / first["rollouts/trajectories"]
+        assert first["rewards/reward"] == pytest.approx(first["rewards/reward_model"] - penalty * share)
     with pytest.raises(SettingsError, match="dpo, whose run has no head: name a training by reward"):
         await ppo.train(ppo.PPO(**common | {"folder": str(tmp_path / "no")}, reward=str(tmp_path / "dpo")))
 

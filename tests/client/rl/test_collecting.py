@@ -433,6 +433,12 @@ async def test_penalties_of_length() -> None:
     over = await OverlongPenalty(Fixed(1, 1, 1, 0, 0), max_tokens=100, buffer_tokens=40).evaluate(trajectories)
     assert [each.score for each in over] == [1, 1, 0.5, -1, -1]
     assert [each.metrics["unshaped"] for each in over] == [1, 1, 1, 0, 0]
+    cut, ended = written(5), written(100)
+    cut.steps[0].stop_reason = "length"
+    over = await OverlongPenalty(Fixed(0.2, 0.1), penalty=0.5).evaluate([cut, ended])  # only what a limit cut
+    np.testing.assert_allclose([each.score for each in over], [-0.3, 0.1])
+    with pytest.raises(ValueError, match="buffer_tokens must be from 1 to max_tokens"):
+        OverlongPenalty(Fixed(), max_tokens=100)
     trajectories = [written(n) for n in (10, 15, 30)] + [written(7, group=1)]
     bonus = await LengthPenalty(Fixed(1, 0, 0, 1), weight=0.2).evaluate(trajectories)
     np.testing.assert_allclose([each.score for each in bonus], [1.1, 0, -0.1, 1])

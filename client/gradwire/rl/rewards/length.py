@@ -17,6 +17,7 @@ class OverlongPenalty:
     """Penalises responses that approach the token limit (Yu et al. 2025, DAPO, eq. 13).
 
     No penalty up to ``max_tokens - buffer_tokens``, ``penalty`` at ``max_tokens`` and beyond, linear in between.
+    Without these two, what a limit cut off gets the whole penalty and all else none (TRL's ``missing_eos_penalty``).
 
     Args:
         scorer: A reward function, or any scorer.
@@ -26,9 +27,9 @@ class OverlongPenalty:
     """
 
     def __init__(
-        self, scorer: Scorer | Callable[..., Any], *, max_tokens: int, buffer_tokens: int, penalty: float = 1.0
+        self, scorer: Scorer | Callable[..., Any], *, max_tokens: int = 0, buffer_tokens: int = 0, penalty: float = 1.0
     ) -> None:
-        if not 0 < buffer_tokens <= max_tokens:
+        if (max_tokens or buffer_tokens) and not 0 < buffer_tokens <= max_tokens:
             raise ValueError(f"buffer_tokens must be from 1 to max_tokens ({max_tokens}), got {buffer_tokens}")
         self._scorer = as_scorer(scorer)
         self._max, self._buffer, self._penalty = max_tokens, buffer_tokens, penalty
@@ -38,7 +39,10 @@ class OverlongPenalty:
         return [self._with_penalty(each, result) for each, result in zip(trajectories, results)]
 
     def _with_penalty(self, trajectory: Trajectory, result: EvaluateResult) -> EvaluateResult:
-        over = (trajectory.num_tokens - (self._max - self._buffer)) / self._buffer
+        if self._buffer:
+            over = (trajectory.num_tokens - (self._max - self._buffer)) / self._buffer
+        else:
+            over = float(trajectory.was_cut)
         penalty = self._penalty * min(1.0, max(0.0, over))
         return _changed(result, -penalty, {"overlong_penalty": penalty})
 

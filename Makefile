@@ -8,11 +8,13 @@ PROTO_OUT ?= proto
 
 .PHONY: setup openai agents fine-tuning-clients demo feedback-demo console-demo notebook test test-all test-slow test-vllm test-faults test-ranks test-end-to-end test-fleet parity data-parity gguf bench learn rivals architectures lint docs proto site
 
+# Pip would compile what it installs one file after another; some packages have templates that are no Python.
 setup: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,http,store,guided,gguf,quantize,images,feedback,console,otel,gpu,math,graders,openai,examples,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[server,http,store,guided,gguf,quantize,images,feedback,console,otel,gpu,math,graders,openai,examples,dev]'
+	-$(BIN)/python -m compileall -q -j 0 .venv/lib > .venv/compiled.log
 	touch $@
 
 # MODEL=FOLDER|HUB-NAME DATA=FOLDER teaches a real model the three stages, by the recipes' defaults: see `learn`.
@@ -50,7 +52,7 @@ notebook: .venv/.notebook
 WORKERS ?= 3
 test: SELECTED := -m "not long and not slow and not faults and not vllm"
 test test-all: setup
-	$(BIN)/python -m compileall -q client server losses proto examples tools tests/support
+	$(BIN)/python -m compileall -q -j 0 client server losses proto examples tools tests/support
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(SELECTED)
 
 # These lanes start every server as a user does, not as a fork of a process that has imported all (tests/support/forks.py).

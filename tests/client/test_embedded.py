@@ -74,6 +74,7 @@ def test_ctrl_c_is_the_programs_which_may_still_save(tiny_model_path: Path) -> N
     assert program.returncode == 0
 
 
+@pytest.mark.slow
 def test_it_ends_with_a_script_that_does_not_close_it(tiny_model_path: Path) -> None:
     code = (
         "import sys, gradwire; service = gradwire.sync.connect(models=[sys.argv[1]])\n"

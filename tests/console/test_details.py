@@ -142,7 +142,7 @@ def test_an_idle_run_says_where_it_was_left(shown: tuple[Console, sync.TrainingC
     expect(now).not_to_contain_text("has no optim_step yet")
 
 
-@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("width", [pytest.param(400, marks=pytest.mark.slow), 1280])
 def test_long_and_turning_names_keep_to_themselves(
     server: Server, shown: tuple[Console, sync.TrainingClient], browser: Browser, width: int
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import json
 import re
 import signal
@@ -105,22 +106,21 @@ def test_a_plot_is_zoomed_by_dragging(console: Console, service: sync.ServiceCli
         expect(operations).to_have_count(10 + 2 * turn)
 
 
-@pytest.mark.parametrize(("last", "tick"), [(1e30, "1.2e+30"), (9e-7, "6e-7"), (1e-7, "1e-7")])
-def test_ticks_of_huge_and_tiny_values_are_short(
-    console: Console, service: sync.ServiceClient, page: Page, last: float, tick: str
-) -> None:
-    run = service.create_run("tiny", lora={"rank": 2})
+def test_ticks_of_huge_and_tiny_values_are_short(console: Console, service: sync.ServiceClient, page: Page) -> None:
     plot = page.get_by_role("img", name="learning_rate", exact=True)
-    train(run, 1, 1e-7)
-    page.goto(f"{console.url}/run/{run.run_id}")
-    expect(plot.locator("canvas")).to_be_attached()
-    assert plot.evaluate(TICKS, "xAxis") == ["0", "1", "2"], "a lone point is in the middle"
-    train(run, 1, last)
-    page.goto(f"{console.url}/run/{run.run_id}")
-    expect(plot.locator("canvas")).to_be_attached()
-    ticks = plot.evaluate(TICKS, "yAxis")
-    assert tick in ticks and max(map(len, ticks)) <= len("1.2e+30"), ticks
-    assert plot.evaluate(TICKS, "xAxis")[-1] == "2"
+    for last, tick in ((0.0, ""), (1e30, "1.2e+30"), (9e-7, "6e-7"), (1e-7, "1e-7")):
+        run = service.create_run("tiny", lora={"rank": 2})
+        train(run, 1, 1e-7)
+        if tick:
+            train(run, 1, last)
+        page.goto(f"{console.url}/run/{run.run_id}")
+        expect(plot.locator("canvas")).to_be_attached()
+        places, ticks = (plot.evaluate(TICKS, axis) for axis in ("xAxis", "yAxis"))
+        if not tick:
+            assert places == ["0", "1", "2"], "a lone point is in the middle"
+            continue
+        assert tick in ticks and max(map(len, ticks)) <= len("1.2e+30"), ticks
+        assert places[-1] == "2"
     page.get_by_label("Axis").click()
     page.get_by_role("option", name="Time").click()
     page.wait_for_function(
@@ -146,14 +146,13 @@ def test_mistyped_addresses_are_answered_by_a_page(console: Console, service: sy
         ("run/%00", 200, "There is no such run"),
         ("jobs/none", 200, "none"),
     ):
-        response = page.goto(f"{console.url}/{path}")
-        assert response is not None and response.status == status
-        expect(page.get_by_role("heading", level=1)).to_be_visible()
-        if said:
-            expect(page.locator(".gw-main")).to_contain_text(said)
-        else:
-            expect(page.get_by_role("alert")).to_be_visible()
-        expect(page.get_by_role("link", name="Playground")).to_be_visible()
+        if status != 200:  # all that is said is in the HTML
+            response = page.request.get(f"{console.url}/{path}")
+            shown = html.unescape(response.text())
+            assert response.status == status and said in shown and "<h1" in shown and "Playground</a>" in shown, path
+            continue
+        page.goto(f"{console.url}/{path}")
+        expect(page.locator(".gw-main").get_by_text(said).first if said else page.get_by_role("alert")).to_be_visible()
     for path, status in (
         ("api/nothing", 404),
         (f"api/{here}s/x", 404),
@@ -254,6 +253,7 @@ def test_strings_of_runs_and_models_are_texts(console: Console, service: sync.Se
     expect(page.locator(".gw-main img, .gw-main svg[onload]")).to_have_count(0)
 
 
+@pytest.mark.slow
 def test_the_playgrounds_lines_do_what_the_page_did(tmp_path: Path, page: Page) -> None:
     """Of two models, as a chat of two turns, with all settings."""
     model = chat_model(tmp_path / "model", "qwen")

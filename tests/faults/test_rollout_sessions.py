@@ -99,6 +99,7 @@ class Agent:
             return text
 
 
+@pytest.mark.slow
 async def test_no_answer_is_lost_or_recorded_twice(server: HttpServer) -> None:
     rng = random.Random(0)
     async with gradwire.connect(server.address) as service:

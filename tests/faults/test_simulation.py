@@ -75,6 +75,7 @@ def test_whatever_breaks_clients_see_a_sequential_server() -> None:
     all_right(range(100))
 
 
+@pytest.mark.slow
 def test_a_run_that_moves_between_engines_that_end_sees_a_sequential_server() -> None:
     all_right(range(70, 120), engines=3)
 

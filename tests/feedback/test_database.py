@@ -40,6 +40,7 @@ def test_migrations_make_the_tables_and_take_them_away(database_url: str) -> Non
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("database_url", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)], indirect=True)
 def test_fifty_raters_at_once_lose_nothing(server: Server, database_url: str, tmp_path: Path) -> None:
     """Each posts feedback, a batch with a key sent twice, and rates reserved items until none is left."""
     database = Database(database_url)

@@ -339,6 +339,7 @@ def test_everybody_can_use_the_pages_on_a_phone_too(
     assert faults == []
 
 
+@pytest.mark.slow
 def test_two_raters_never_hold_the_same_item(
     service: FeedbackService, api: httpx.Client, browser: Browser, refused: list[str]
 ) -> None:

@@ -279,7 +279,7 @@ def trained(recipe: str, folder: Path, lines: int = 0) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(each, marks=pytest.mark.slow) if each in ALIKE else each for each in KILLED]
+    "recipe", [pytest.param(each, marks=pytest.mark.slow) if each in (*ALIKE, "sft") else each for each in KILLED]
 )
 def test_a_killed_training_ends_as_if_nothing_had_happened(
     recipe: str, server: Server, sums: dict[str, str], tmp_path: Path

@@ -224,6 +224,7 @@ def inference(transformers_serve: str, chat_model_path: Path, codec: TokenizerCo
     return OpenAIInference(transformers_serve, str(chat_model_path), codec, send_ids=False)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("fastapi", "uvicorn", "pydantic", "openai")),
     reason="transformers serve needs what transformers[serving] brings: fastapi, uvicorn, pydantic, openai",

@@ -130,6 +130,7 @@ hicra: {enabled: true, normalize: false}
 """
 
 
+@pytest.mark.slow
 def test_a_killed_and_an_interrupted_run_end_with_the_same_bytes() -> None:
     Path("settings.yaml").write_text(LONG)
     RouterPPOAdapter("settings.yaml").train(seed=1)

@@ -302,7 +302,7 @@ def reinforced(client: openai.OpenAI, count: int, grader: Any, hyperparameters: 
     return ended(client, job.id)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_reinforcement_learns_by_its_graders(client: openai.OpenAI) -> None:
     numbers = {"n_epochs": 4, "batch_size": 8, "learning_rate_multiplier": 6500}
     job = reinforced(client, 16, BOTH, numbers, answer_tokens=8, lora_rank=0)

@@ -200,7 +200,7 @@ def _fine_tuning(file_id: str) -> Callable[[random.Random], Drawn]:
 # ---- the tests ----
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.faults)])
 @pytest.mark.parametrize("door", ["tinker", "openai", pytest.param("fine_tuning", marks=pytest.mark.slow)])
 async def test_hostile_bodies_are_refused_and_cost_nothing(keys: Keys, door: str, count: int) -> None:
     rng = random.Random(7)

@@ -96,6 +96,7 @@ async def _step(client: TinkerClient, model: str, number: int) -> str:
     return str(saved["sampling_session_id"])
 
 
+@pytest.mark.slow
 async def test_old_snapshots_go_while_new_ones_come(start: Start, tmp_path: Path) -> None:
     steps = 3 * MANY_SNAPSHOTS + 8
     async with start(http="127.0.0.1:0") as door, httpx.AsyncClient(base_url=door.server.http.url, timeout=300) as http:

@@ -444,7 +444,7 @@ def graph(tensor: Tensor) -> set[Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize("relative", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_they_are_compiled_once(
     kernels: CpuKernels, forgotten: None, relative: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -457,6 +457,7 @@ def test_they_are_compiled_once(
     assert [each.suffix for each in (tmp_path / "gradwire" / "kernels").iterdir()] == [".so"]
 
 
+@pytest.mark.slow
 def test_a_part_of_a_library_is_compiled_again(
     kernels: CpuKernels, forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,7 +95,7 @@ def test_a_tie_is_not_correct(chunk_elements: int, kept_elements: int) -> None:
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("softcap", [None, 4.0])
-@pytest.mark.parametrize("kept", [0, T * V])
+@pytest.mark.parametrize("kept", [0, pytest.param(T * V, marks=pytest.mark.slow)])
 def test_gradcheck(entropy: bool, mean: bool, softcap: float | None, kept: int) -> None:
     hidden, weight, bias, targets = tensors(torch.float64)
 

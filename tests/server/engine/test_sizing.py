@@ -121,6 +121,7 @@ def test_few_layers_tell_the_bytes_of_all(model: Path, checkpointing: bool) -> N
     assert sum(found.values()) == pytest.approx(whole.peak, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_many_parts_of_logits_do_not_shorten_what_has_few(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A number for the one budget is found from short rows, as for code that loops over the tokens."""
     monkeypatch.setattr(meta_model, "MOST_OPERATIONS", 1000)

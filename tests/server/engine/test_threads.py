@@ -126,6 +126,7 @@ def test_products_alone_wake_threads_for_fewer_tokens(two_threads: None) -> None
             assert torch.get_num_threads() == expected
 
 
+@pytest.mark.slow
 def test_the_first_call_of_a_function_by_two_threads_is_exact() -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     done = subprocess.run(

@@ -173,9 +173,16 @@ def call_of(name: str, **settings: Any) -> pb.LossCall:
     return pb.LossCall(loss_fn=name, loss_kwargs_json=f"{{{', '.join(kwargs)}}}", **settings)
 
 
+IN_CI = (
+    "bco", "causal_lm", "conservative_ppo", "dpo", "enhanced_ppo", "gkd", "grpo", "gspo", "kto", "reward_modeling",
+    "sequence_classification", "top_k_distillation",
+)  # fmt: skip
+"""One loss of each family; all of them are slow."""
+
+
 @pytest.mark.parametrize(
     ("name", "budget", "lora"),
-    [(loss.name, "parts", 4) for loss in all_losses()]
+    [pytest.param(loss.name, "parts", 4, marks=() if loss.name in IN_CI else pytest.mark.slow) for loss in all_losses()]
     + [("causal_lm", budget, None) for budget in BUDGETS]
     + [("conservative_ppo", budget, 4) for budget in ("whole", "recomputed")],
 )

@@ -56,6 +56,7 @@ def test_runs_are_spread_over_engines(model: Path) -> None:
     assert said.startswith("Each of 3 engines, which has 3 of the 7 runs at most:")
 
 
+@pytest.mark.slow
 def test_vllm_is_awake_while_samples_are_in_progress(model: Path) -> None:
     words = ["--model", str(model), "--lora-rank", "4", "--tokens", "64", "--device", "8 GiB", "--sampler", "vllm"]
     found = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)

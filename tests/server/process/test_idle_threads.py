@@ -37,7 +37,7 @@ print(spent())
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two threads outnumber one processor")
 def test_idle_threads_sleep_and_spin() -> None:
     asleep, spinning = map(float, _output(SPEND).split())

@@ -147,6 +147,7 @@ async def test_it_says_at_once_that_it_stops(tiny_model_path: Path, tmp_path: Pa
         assert await asyncio.to_thread(process.wait, 120) == 0
 
 
+@pytest.mark.slow
 async def test_it_says_which_runs_have_no_model_here(tiny_model_path: Path, tmp_path: Path) -> None:
     async with serving(tiny_model_path, tmp_path / "state", signal.SIGHUP) as address, connected(address) as client:
         for _ in range(2):

@@ -61,9 +61,13 @@ POOLS = {
     "float32": (torch.float32, False), "bfloat16": (torch.bfloat16, False),
     "float32, deterministic": (torch.float32, True), "bfloat16, deterministic": (torch.bfloat16, True),
 }  # fmt: skip
+SLOW_POOLS = ("bfloat16", "float32, deterministic")
 
 
-@pytest.fixture(scope="module", params=POOLS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW_POOLS else ()) for name in POOLS],
+)
 def pool(folder: Path, request: pytest.FixtureRequest) -> ModelPool:
     dtype, exact = POOLS[request.param]
     return ModelPool({"model": str(folder)}, dtype=dtype, exact=exact)

@@ -196,6 +196,7 @@ def _counts(value: Any) -> tuple[int, int]:
     return 1 + max(len(value) - 1, 0) + sum(v for v, _ in inside), 1 + keys + sum(c for _, c in inside)
 
 
+@pytest.mark.slow
 def test_values_are_counted_exactly_whatever_the_texts_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(1)
     for _ in range(120):

@@ -170,7 +170,10 @@ def _handler(rpc: MethodDescriptor, answer: Callable[..., Any]) -> Any:
 async def test_every_rpc_ends_with_its_key(tmp_path: Path) -> None:
     """Each is under way, behind a part of its answer if it has several, and its handler waits for ever."""
     file, left = KeyFile(tmp_path), set[str]()
-    keys = {name: file.create(f"key{number}", _role(rpc)) for number, (name, rpc) in enumerate(METHODS.items())}
+    keys = {
+        name: await asyncio.to_thread(file.create, f"key{number}", _role(rpc))
+        for number, (name, rpc) in enumerate(METHODS.items())
+    }
 
     def waiting(name: str) -> Callable[..., Any]:
         async def one(_request: Any, _context: Any) -> bytes:

@@ -178,6 +178,7 @@ def test_a_run_of_a_server_samples_and_is_trained(loaded: Loaded, monkeypatch: p
         BackpropModule(model=loaded.inference)
 
 
+@pytest.mark.slow
 def test_a_reference_of_other_weights_moves(loaded: Loaded) -> None:
     other = copy.deepcopy(loaded.model)
     next(other.parameters()).data.add_(0.1)

@@ -26,6 +26,7 @@ def seven_b(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_fewest_ranks_on_which_the_models_fit(seven_b: Path) -> None:
     settings = EngineSettings(models={"seven": str(seven_b)})
 

@@ -99,7 +99,7 @@ def test_requests_beside_each_other_are_answered_each(engines: Engines) -> None:
     assert found[9103].error.code
 
 
-@pytest.mark.parametrize("loss", ["causal_lm", "bco", "fault_beside"])
+@pytest.mark.parametrize("loss", [pytest.param("causal_lm", marks=pytest.mark.slow), "bco", "fault_beside"])
 def test_samples_go_on_between_the_micro_batches_of_a_batch(engines: Engines, loss: str) -> None:
     if loss == "fault_beside" and "weights divided" in engines.group.hello.hello.device:
         pytest.skip("one rank's fault ends a group whose weights are divided")

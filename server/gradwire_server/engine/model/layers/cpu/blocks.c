@@ -122,47 +122,63 @@ static inline number last_of(number key, number tokens, number seen, number wind
   return last < tokens ? last : tokens;
 }
 
+// Rows x [tokens, D] at places -> rows without gaps; asks for those to be taken next, of y, as early.
+static void taken(const float *x, number x_token, const number *places, float *rows, number tokens, const float *y,
+                  number y_token, const number *next, number there, number D) {
+  for (number t = 0; t < tokens || t < there; t++) {
+    for (number d = 0; t < there && d < D; d += LINE) __builtin_prefetch(y + next[t] * y_token + d);
+    if (t < tokens) memcpy(rows + t * D, x + places[t] * x_token, sizeof(float) * D);
+  }
+}
+
 // Attention of the queries of some heads to the keys at places, which all have: the first token to those before seen, and
-// each one after it to one more, of which it has the last window: the largest score first, then the sums, key by key in the
-// order of the places. So a query's bits are the same whatever queries are beside it, and wherever its keys lie.
+// each one after it to one more, of which it has the last window. Key by key in the order of the places, with the running
+// maximum of each BLOCK of a sequence, where the first of these keys is so far from its start. So a query's bits are the same
+// whatever queries are beside it, and wherever its keys lie.
 static void in_order(const float *q, number q_token, number q_head, number tokens, number heads, number seen,
                      number window, const float *k, number k_token, const float *v, number v_token,
-                     const number *places, number count, float scale, float *out, number of_token, float *lse,
-                     number lse_token, number D) {
+                     const number *places, number count, number first, float scale, float *out, number of_token,
+                     float *lse, number lse_token, number D) {
   number rows = tokens * heads, width = (rows + COLUMNS - 1) / COLUMNS * COLUMNS;
-  float result[BLOCK * D], turned[BLOCK * D], keys[BLOCK * D], most[BLOCK], total[BLOCK];
-  float *scores = malloc(sizeof(float) * width * (count + BLOCK));
+  float result[BLOCK * D], turned[BLOCK * D], keys[BLOCK * D], scores[BLOCK * BLOCK];
+  float most[BLOCK], total[BLOCK], less[BLOCK];
   for (number t = 0; t < tokens; t++) gather(q + t * q_token, q_head, result + t * heads * D, heads, D);
   turn(result, scale, turned, rows, D);
   memset(result, 0, sizeof(float) * rows * D);
-  for (number r = 0; r < rows; r++) most[r] = -FLT_MAX, total[r] = 0;
-  for (number key = 0; key < count; key += BLOCK) {
-    number there = count - key < BLOCK ? count - key : BLOCK, edge = seen - 1 - key;
-    for (number t = 0; t < there; t++) memcpy(keys + t * D, k + places[key + t] * k_token, sizeof(float) * D);
-    products(keys, turned, scores + key * width, width, there, 0, rows, edge, heads, D);
-    for (number c = 0; c < there; c++) {
-      const float *own = scores + (key + c) * width;
-      number last = last_of(key + c, tokens, seen, window) * heads;
-      for (number r = start_of(c, 0, tokens, edge) * heads; r < last; r++) most[r] = own[r] > most[r] ? own[r] : most[r];
+  for (number r = 0; r < width; r++) most[r] = -FLT_MAX, total[r] = 0;
+  for (number key = 0, there; key < count; key += there) {
+    there = BLOCK - (first + key) % BLOCK;
+    if (there > count - key) there = count - key;
+    number edge = seen - 1 - key, behind = key + there, more = count - behind < BLOCK ? count - behind : BLOCK;
+    taken(k, k_token, places + key, keys, there, v, v_token, places + key, there, D);
+    products(keys, turned, scores, width, there, 0, rows, edge, heads, D);
+    if (edge < there - 1 || last_of(key, tokens, seen, window) < tokens)
+      for (number c = 0; c < there; c++) {
+        float *own = scores + c * width;
+        number from = start_of(c, 0, tokens, edge) * heads, last = last_of(key + c, tokens, seen, window) * heads;
+        for (number r = 0; r < from; r++) own[r] = -INFINITY;
+        for (number r = last; r < width; r++) own[r] = -INFINITY;
+      }
+    for (number n = 0; n < width; n += COLUMNS) {  // all of a panel: faster than what there is of it
+      float *own = scores + n, *high = most + n, *sum = total + n, *by = less + n;
+      memcpy(by, high, sizeof(float) * COLUMNS);
+      for (number c = 0; c < there; c++)
+        for (number r = 0; r < COLUMNS; r++) high[r] = own[c * width + r] > high[r] ? own[c * width + r] : high[r];
+      for (number r = 0; r < COLUMNS; r++) sum[r] *= by[r] = weight_of(by[r], high[r]);
+      for (number c = 0; c < there; c++)
+        for (number r = 0; r < COLUMNS; r++) own[c * width + r] = weight_of(own[c * width + r], high[r]);
+      for (number r = 0; r < COLUMNS; r += LANES)  // as vectors, which a compiler adds up one by one
+        for (number c = 0; c < there; c++) *(lanes *)(sum + r) += *(lanes *)(own + c * width + r);
     }
-  }
-  for (number key = 0; key < count; key += BLOCK) {
-    number there = count - key < BLOCK ? count - key : BLOCK, edge = seen - 1 - key;
-    for (number c = 0; c < there; c++) {
-      float *own = scores + (key + c) * width;
-      number r = start_of(c, 0, tokens, edge) * heads, last = last_of(key + c, tokens, seen, window) * heads;
-      memset(own, 0, sizeof(float) * r);
-      for (; r < last; r++) total[r] += own[r] = weight_of(own[r], most[r]);
-      memset(own + last, 0, sizeof(float) * (rows - last));
-    }
-    for (number t = 0; t < there; t++) memcpy(keys + t * D, v + places[key + t] * v_token, sizeof(float) * D);
-    added(UP_TO, edge, heads, scores + key * width, 1, width, keys, result, D, rows, there, D);
+    for (number r = 0; r < rows; r++)
+      for (number d = 0; less[r] != 1 && d < D; d++) result[r * D + d] *= less[r];
+    taken(v, v_token, places + key, keys, there, k, k_token, places + behind, more, D);
+    added(UP_TO, edge, heads, scores, 1, width, keys, result, D, rows, there, D);
   }
   for (number r = 0; r < rows; r++) {
     for (number d = 0; d < D; d++) out[r / heads * of_token + r % heads * D + d] = result[r * D + d] / total[r];
     lse[r / heads * lse_token + r % heads] = most[r] + logf(total[r]);
   }
-  free(scores);
 }
 
 // How many of the heads that share keys are one block with so many tokens.
@@ -187,7 +203,8 @@ void attend_in_order(const float *q, number q_token, number q_head, const float 
     number seen = block[3] - block[2] - tokens + 1, out_of_all = seen > window ? seen - window : 0;
     in_order(q + start * q_token + head * q_head, q_token, q_head, tokens, heads, seen - out_of_all, window,
              k + kv * k_head, k_token, v + kv * v_head, v_token, places + block[2] + out_of_all,
-             block[3] - block[2] - out_of_all, scale, out + (start * H + head) * D, H * D, lse + start * H + head, H, D);
+             block[3] - block[2] - out_of_all, out_of_all, scale, out + (start * H + head) * D, H * D,
+             lse + start * H + head, H, D);
   }
 }
 
@@ -205,7 +222,8 @@ void attend_to_pages_in_order(const float *q, number of_row, number of_head, con
     for (number first = 0; first < shared_by; first += BLOCK) {
       number heads = shared_by - first < BLOCK ? shared_by - first : BLOCK, head = kv * shared_by + first;
       in_order(q + row * of_row + head * of_head, of_row, of_head, 1, heads, count, count, k + kv * T * D, D,
-               v + kv * T * D, D, places, count, scale, out + (row * H + head) * D, H * D, lse + row * H + head, H, D);
+               v + kv * T * D, D, places, count, lengths[row] - count, scale, out + (row * H + head) * D, H * D,
+               lse + row * H + head, H, D);
     }
     free(places);
   }

@@ -17,7 +17,8 @@ from gradwire.rl.generation import Generation, InferenceModule, SamplingParams, 
 from gradwire.rl.types import IntArray
 
 logger = logging.getLogger("gradwire.rl")
-
+GATHER_S, MOST_GATHERED = 0.01, 5
+"""Requests are sent once none has come for so many seconds, or after so many times that."""
 
 Ask = Callable[[IntArray, SamplingParams], Awaitable[Generation]]
 
@@ -119,8 +120,8 @@ class GenerationBatcher:
     Deterministic mode: a batch is sent when every active episode (:meth:`enter`, :meth:`leave`) is waiting for one.
     Batches are ordered by turn and episode number and have their own seeds, so that a seed gives the same episodes
     whatever the timing. Episodes whose environment takes longer than ``straggler_s`` are no longer waited for until
-    they ask again; then the result depends on timing. Otherwise, waiting requests are sent as soon as the sampler is
-    free.
+    they ask again; then the result depends on timing. Otherwise, waiting requests are sent once the sampler is free and
+    no more come for a moment: episodes that ask together do not wait for a batch of the first one alone.
 
     Args:
         inference: The sampler.
@@ -170,7 +171,7 @@ class GenerationBatcher:
         """Unregister the episode of this number."""
         self._active.discard(index)
         self._excused.discard(index)
-        self._dispatch()
+        self._gather()
 
     async def generate(self, index: int, prompt: IntArray, params: SamplingParams) -> Generation:
         """Generate a response for the episode of this number."""
@@ -185,7 +186,7 @@ class GenerationBatcher:
         turn = self._turns[index] = self._turns.get(index, 0) + 1
         request = _Request((turn, index), prompt, params, asyncio.get_running_loop().create_future())
         self._waiting[request] = None
-        self._dispatch()
+        self._gather()
         try:
             return await request.answer
         finally:
@@ -201,6 +202,16 @@ class GenerationBatcher:
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
+
+    def _gather(self, before: int = 0, times: int = 0) -> None:
+        """Dispatch; if not deterministic and others may ask, as soon as none has for a moment."""
+        waiting = len(self._waiting)
+        everybody = waiting >= min(len(self._active), self._max_batch)
+        if self._deterministic or everybody or (times and waiting <= before) or times == MOST_GATHERED:
+            self._dispatch()
+        elif waiting and (times or self._alarm is None) and len(self._tasks) < self._concurrent_calls:
+            loop = asyncio.get_running_loop()
+            self._alarm = loop.call_later(GATHER_S, self._gather, waiting, times + 1)
 
     def _dispatch(self, late: bool = False) -> None:
         if not self._waiting or len(self._tasks) >= self._concurrent_calls:
@@ -232,7 +243,7 @@ class GenerationBatcher:
         if not self._tasks:
             self.statistics.busy_s += time.monotonic() - self._busy_since
         # The answered episodes come first: each asks again or leaves, and either dispatches the next batch.
-        asyncio.get_running_loop().call_soon(self._dispatch)
+        asyncio.get_running_loop().call_soon(self._gather)
 
     async def _send(self, batch: Sequence[_Request], params: SamplingParams) -> None:
         statistics = self.statistics

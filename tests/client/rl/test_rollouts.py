@@ -68,6 +68,18 @@ async def test_a_seed_gives_the_same_trajectories_whatever_the_timing(rule_infer
     assert await collect(8) != first
 
 
+async def test_episodes_that_ask_together_are_sampled_together(rule_inference: Callable[..., Any]) -> None:
+    class OneIsSlow(Countdown):
+        async def step(self, state: State, action: Action) -> StepResult:
+            await asyncio.sleep(0.5 if state.task.task_id == "slow" else 0.0)
+            return super().step(state, action)
+
+    inference = rule_inference(digits, second_per_token=0.02)
+    manager = RolloutManager(inference, OneIsSlow(), deterministic=False, num_parallel=8)
+    await manager.collect([Task("3", task_id="slow"), *["3"] * 7])
+    assert inference.batches == [8, 7, 7, 1, 1]
+
+
 async def test_prompts_continue_what_was_sampled(rule_inference: Callable[..., Any]) -> None:
     """The second prompt's ids are the first's, the response's (its end token included) and the new text's."""
     rollouts = await RolloutManager(rule_inference(digits), Countdown()).collect(["2"])

@@ -211,6 +211,22 @@ async def test_samples_on_two_engines_have_the_tokens_of_one(server: Server, lor
             await asyncio.sleep(0.05)
 
 
+async def test_an_engine_that_trains_takes_no_part_of_anothers_samples(server: Server) -> None:
+    async with gradwire.connect(server.address) as client:
+        await both(client)
+        run = await client.create_run("tiny", lora=LORA, seed=1)
+        base = client.sampling_client("tiny")
+        expected = await base.sample(PROMPTS, **ASKED)
+        assert set(expected.engines) == {0, 1}
+        steps = [run.train_step(rows(each), "causal_lm", learning_rate=1e-2) for each in range(100)]
+        await steps[0]
+        beside = await base.sample(PROMPTS, **ASKED)
+        assert not steps[-1].done() and not beside.engines, "one engine generated them"
+        await asyncio.gather(*steps)
+        assert tokens(beside) == tokens(expected)
+        await client.delete_run(run.run_id)
+
+
 async def test_what_is_wrong_with_a_prompt_is_said_by_its_number_in_the_whole_request(server: Server) -> None:
     async with gradwire.connect(server.address) as client:
         with pytest.raises(gradwire.InvalidBatchError, match="prompt 9 has the token id 5000: the model's are 0 to "):

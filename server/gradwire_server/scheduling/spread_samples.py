@@ -6,6 +6,8 @@ into a file for the others, once for each set of weights, in front of its own pa
 and the run goes on once its engine has done its part. Each sample's random numbers are those of its place in the whole
 request, so its tokens are the same wherever it is generated. Its log-probabilities may differ in the last bits, because
 these depend on what is computed together; the result says which engine has generated what.
+
+An engine that trains takes no part of the samples of one that does not: both would end later.
 """
 
 from __future__ import annotations
@@ -439,7 +441,11 @@ class SpreadSamples:
         """Begin samples; the part of the engine ``there`` is sent at once, ahead of whatever that is sent next."""
         call = asked.sample.call
         prompts = max(len(asked.sample.prompt_ids), len(call.prompts))
-        others = [each for each in self._placement.able(asked.model) if each is not there]
+        others = [
+            each
+            for each in self._placement.able(asked.model)
+            if each is not there and (there.fair_queue.works or not each.fair_queue.works)
+        ]
         count = min(self._count(asked.model, call, prompts), 1 + len(others))
         ends = [prompts * number // count for number in range(count + 1)]
         parts = [

@@ -97,6 +97,11 @@ class FairQueue(Generic[T]):
         """Number of items that wait, and of requests in the engine."""
         return len(self._items) + self._count_there + self._samples.total()
 
+    @property
+    def works(self) -> bool:
+        """Whether the engine has requests other than samples, or such wait for it."""
+        return self._count_there > 0 or any(not self._load_of(item).samples for item in self._items)
+
     def put(self, owner: str, item: T) -> None:
         """Add an item at the end of its owner's queue."""
         self._active.asked(owner)

@@ -227,3 +227,21 @@ async def test_every_kind_of_file_damaged(
             if each != calm.get(name) and not refused and (kind, name) != WAITS:
                 wrong.append(f"{kind}: {name}: {str(each)[:300]}")
     assert wrong == []
+
+
+async def test_a_start_without_the_records_of_tinkers_door_is_refused(
+    tiny_model_path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = HttpServer(tiny_model_path, tmp_path, free_port(), "--threads", "1")
+
+    async def begin() -> None:
+        await asyncio.to_thread(server.start)
+        await asyncio.to_thread(server.end, signal.SIGTERM)
+
+    await begin()
+    (tmp_path / "tinker.db").unlink()
+    with pytest.raises(RuntimeError):
+        await begin()
+    assert "tinker.db is missing, and url_secret beside it shows that there was one" in capfd.readouterr().err
+    (tmp_path / "url_secret").unlink()
+    await begin()

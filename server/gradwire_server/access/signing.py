@@ -53,9 +53,13 @@ def sign(state_dir: Path, content: bytes) -> dict[str, str]:
 
 
 def rotate(state_dir: Path) -> None:
-    """Make both secrets anew; a running server uses them at once, and refuses the URLs that it has signed."""
+    """Make both secrets anew; a running server uses them at once, and refuses the URLs that it has signed.
+
+    A folder without a secret of URLs gets none: it is made when it is first needed.
+    """
     _make_key(state_dir)
-    _make_url_secret(state_dir)
+    if UrlSecret(state_dir).exists:
+        _make_url_secret(state_dir)
 
 
 class UrlSecret:
@@ -67,9 +71,14 @@ class UrlSecret:
         self._secret = ""
 
     @property
+    def exists(self) -> bool:
+        """Whether one was made."""
+        return self._file.exists()
+
+    @property
     def value(self) -> str:
         """The secret as it is now; a new one where there is none, or what is there is none."""
-        if not self._file.exists():
+        if not self.exists:
             _make_url_secret(self._state_dir)
         status = self._file.stat()
         if (seen := (status.st_ino, status.st_mtime_ns)) != self._seen:

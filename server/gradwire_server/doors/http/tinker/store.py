@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar
 from gradwire_proto.v1 import training_pb2 as pb
 from pydantic import AfterValidator, BaseModel, Field
 
-from gradwire_server.access.signing import UrlSecret
+from gradwire_server.access.signing import URL_SECRET, UrlSecret
 from gradwire_server.doors.http.errors import in_public_names
 from gradwire_server.doors.http.tinker.names import TinkerPath
 from gradwire_server.errors import ServiceError, limit_exceeded
@@ -234,8 +234,15 @@ class TinkerStore:
         """Read every record, and make what a new folder lacks.
 
         Raises:
-            SystemExit: The file is damaged.
+            SystemExit: The file is damaged, or it is missing though the folder had one.
         """
+        gone = "sessions, samplers and what clients said of models and checkpoints are gone then, and the runs stay"
+        # The secret is made after the file.
+        if await self._run(lambda: not self._path.exists() and self.url_secret.exists):
+            raise SystemExit(
+                f"gradwire: {self._path} is missing, and {URL_SECRET} beside it shows that there was one; restore a "
+                f"backup, or move {URL_SECRET} away as well: {gone}"
+            )
 
         def run() -> list[tuple[str, str]]:
             self._connection = connection = sqlite3.connect(self._path, check_same_thread=False)
@@ -258,8 +265,8 @@ class TinkerStore:
             if isinstance(error, sqlite3.OperationalError):  # it is locked, or the disk is full
                 raise
             raise SystemExit(
-                f"gradwire: {self._path} is damaged ({error}); restore a backup, or move it away: sessions,"
-                " samplers and what clients said of models and checkpoints are gone then, and the runs stay"
+                f"gradwire: {self._path} is damaged ({error}); restore a backup, or move it and {URL_SECRET} away: "
+                f"{gone}"
             ) from error
         self._counts.update(record.owner for table in self._counted() for record in table.values())
         self.models_by_run.update((model.run_id, model) for model in self.models.values() if model.run_id)

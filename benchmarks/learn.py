@@ -28,16 +28,19 @@ from pathlib import Path
 from typing import Any
 
 import gradwire
+import numpy as np
 from gradwire import data
 from gradwire.loop.loggers import read_jsonl
 from gradwire.recipes import command
-from gradwire.recipes.evaluate import Evaluation, evaluate
+from gradwire.recipes.evaluate import Evaluation, Scored, evaluate
 from gradwire.recipes.folder import trained
 from gradwire.recipes.launch import Launch
+from gradwire.recipes.own_code import reward_models
 from gradwire.recipes.rows import rows_of
 from gradwire.recipes.runs import new_run
 from gradwire.recipes.settings import RowSettings
 from gradwire.recipes.tokens import RowEncoder
+from gradwire.rl.types import Action, StepData, Task, Trajectory
 
 from benchmarks import ROOT
 from benchmarks.learn_page import write_page
@@ -56,6 +59,8 @@ MARKED = {
 """Whether an answer ends as GSM8K's do."""
 HELD_OUT = 24
 """Rows to evaluate on."""
+ANSWERS = 8
+"""To each of them, where it is sampled how many end."""
 SHOWN = 300
 """Characters of a text that the lane prints."""
 WORDS = (
@@ -77,6 +82,7 @@ class Lesson:
         gain: Whether ``reach`` is how much it rises by.
         trl: Whether TRL has the same trainer.
         graded: Whether answers to held-out questions are graded, before and after.
+        ends: Whether held-out answers are sampled, before and after, to see how many end and what these are worth.
     """
 
     recipe: str
@@ -87,6 +93,7 @@ class Lesson:
     gain: bool = False
     trl: bool = False
     graded: bool = False
+    ends: bool = False
 
     @property
     def falls(self) -> bool:
@@ -120,7 +127,7 @@ LESSONS = {
         "ppo", "what the reward model of `reward` scores highly, from the policy that `sft` made",
         {"data": "talks.jsonl", "init_from": "sft", "reward": "reward", "answer_tokens": 64, "max_steps": 12,
          "held_out": 0.0},
-        "rewards/reward", 0.1, gain=True,
+        "rewards/reward", 0.1, gain=True, ends=True,
     ),
     "distill": Lesson(
         "distill", "the distributions of the model that `sft` made",
@@ -171,6 +178,9 @@ class Result:
         )
         if self.trl and self.apart > CLOSE:
             told.append(f"{self.name}: a loss is {self.apart:.2g} from TRL's")
+        before, after = (float(cell.split()[0]) for cell in self.graded.get("ended", ("0", "0")))
+        if after < before:
+            told.append(f"{self.name}: of held-out answers {before:.3f} ended, and now {after:.3f}")
         return told
 
 
@@ -238,7 +248,40 @@ async def learn(launch: Launch, model: str, name: str, questions: int) -> Result
         )  # fmt: skip
         result.questions = questions
         result.graded = {name: [each.cell(name) for each in found] for name in ("last_number", "marked")}
+    if lesson.ends:
+        ends = [trained(each).checkpoint for each in (values["init_from"], str(folder))]
+        found = await _endings(launch.service, ends, values["reward"], values["answer_tokens"])
+        result.questions = HELD_OUT
+        result.graded = {name: [each.cell(name) for each in found] for name in ("ended", "of_ended")}
     return result
+
+
+async def _endings(
+    service: gradwire.ServiceClient, checkpoints: Sequence[str], reward: str, answer_tokens: int
+) -> list[Scored]:
+    """Sample held-out answers of checkpoints: which end, and the reward model's own scores of those that do."""
+    (info,) = await service.list_models()
+    rows = list(data.prompts(str(OUT / "talks_held_out.jsonl")))
+    prompts = await RowEncoder(service, info, RowSettings().max_tokens).prompts(rows, answer_tokens)
+    found = []
+    async with reward_models(service, reward) as models:
+        for checkpoint in checkpoints:
+            scored = Scored(checkpoint)
+            sampled = await service.sampling_client(checkpoint).sample(
+                prompts, n=ANSWERS, max_tokens=answer_tokens, temperature=1.0, seed=0
+            )
+            for ids, samples in zip(prompts, sampled.samples):
+                ended = [each for each in samples if each.stop_reason != "length"]
+                scored.add("ended", [1.0] * len(ended) + [0.0] * (len(samples) - len(ended)))
+                written = [Trajectory(Task(""), steps=[_step(ids, each.token_ids)]) for each in ended]
+                scored.add("of_ended", [each.score for each in await models[reward].evaluate(written)])
+            found.append(scored)
+    return found
+
+
+def _step(prompt: Any, written: Any) -> StepData:
+    ids = np.asarray(written)
+    return StepData(0, "", "", np.asarray(prompt), Action(""), ids, np.zeros(len(ids), np.float32))
 
 
 async def _prepare_trl(service: gradwire.ServiceClient, name: str, values: Mapping[str, Any]) -> str:

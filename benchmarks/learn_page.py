@@ -13,7 +13,10 @@ PAGE, PICTURE, FIGURES = (ROOT / each for each in ("docs/results.md", "docs/resu
 WIDTH, HEIGHT, LEFT, TOP, BELOW = 300, 190, 46, 34, 26
 COLUMNS = 3
 OURS, THEIRS = "#2a6fb0", "#c44e1c"
-GRADED = {"last_number": "the number is right", "marked": "they end in `#### N`, as they were taught"}
+GRADED = {
+    "last_number": "the number is right", "marked": "they end in `#### N`, as they were taught",
+    "ended": "they end before they are cut", "of_ended": "the reward model's own score of those that end",
+}  # fmt: skip
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
 
 

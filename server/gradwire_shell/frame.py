@@ -47,7 +47,7 @@ addEventListener("pointermove", (move) => {
 });
 </script>"""
 SIGN_IN = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<html lang="en-US"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Sign in · gradwire</title><style>*, ::before, ::after { box-sizing: border-box } body { margin: 0 }
 label { display: grid; gap: .25rem } .gw-primary { font: inherit; font-weight: 500; border: 0; border-radius: 4px;
 padding: .55rem 1rem; align-self: start; cursor: pointer; color: var(--on-accent); background: var(--accent) }

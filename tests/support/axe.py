@@ -31,7 +31,7 @@ def pages_of(product: str) -> set[str]:
     """The paths of a product's pages, with ``*`` for what differs: ``"run/*"``."""
     sources = (ROOT / f"server/gradwire_{product}/pages").glob("*.py")
     found = (path for file in sources for path in re.findall(r'@page_at\("/([^"]*)"', file.read_text()))
-    return {re.sub(r"\{\w+\}", "*", path) for path in found}
+    return {re.sub(r"\{\w+\}", "*", path) for path in found} | {"login"}  # a form of its own
 
 
 def page_at(path: str) -> str:

@@ -39,6 +39,7 @@ async def test_what_holds_the_loop_is_caught_and_named(
     assert "coro=<hold()" in report and f"in {what.__name__}\n" in report and __file__ in report
 
 
+@pytest.mark.long
 async def test_what_the_test_itself_does_is_let_pass(
     blocking_detector: BlockingDetector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +73,7 @@ async def test_another_threads_hold_on_the_interpreter_is_let_pass(blocking_dete
     assert reports == []
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not os.path.exists("/proc/thread-self/schedstat"), reason="the kernel does not say who waits")
 async def test_a_busy_machine_is_nobodys_fault(blocking_detector: BlockingDetector) -> None:
     """With three more processes a core, 0.15 s of work takes far longer than the limit."""

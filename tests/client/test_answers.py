@@ -31,6 +31,7 @@ async def refuse(context: Any, code: Code) -> None:
     await context.abort(GRPC_STATUS[code], error.message)
 
 
+@pytest.mark.long
 async def test_no_answer_to_an_acknowledgement_of_results_ends_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradwire.wire.link.ACK_INTERVAL_S", 0.001)
     refused: list[Code] = []

@@ -51,6 +51,7 @@ async def as_points(run: gradwire.TrainingClient, history: gradwire.History) -> 
             assert again[name].dtype == values.dtype
 
 
+@pytest.mark.long
 @pytest.mark.holds_loop("matplotlib draws")
 async def test_a_fork_begins_with_it_and_files_hold_it(
     service: gradwire.ServiceClient, tmp_path: Path, rng: np.random.Generator

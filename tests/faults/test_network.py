@@ -172,6 +172,7 @@ async def submit_carelessly(door: Door, rng: random.Random, count: int) -> None:
     print(f"{sent} submissions of {count} operations, shuffled, half of the streams cut off: each carried out once")
 
 
+@pytest.mark.long
 async def test_submissions_that_come_twice_late_and_in_any_order_count_once(start: Any, rng: random.Random) -> None:
     async with start() as door:
         await submit_carelessly(door, rng, 300)

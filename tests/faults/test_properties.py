@@ -171,6 +171,7 @@ class JournalMachine(RuleBasedStateMachine):
 CALM = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
+@pytest.mark.long
 def test_the_journal_is_what_its_model_says() -> None:
     run_state_machine_as_test(
         JournalMachine,

@@ -71,6 +71,7 @@ def all_right(seeds: range, engines: int = 1, machines: int = 0) -> None:
     assert engines + machines == 1 or moves > len(seeds)
 
 
+@pytest.mark.long
 def test_whatever_breaks_clients_see_a_sequential_server() -> None:
     all_right(range(100))
 
@@ -80,6 +81,7 @@ def test_a_run_that_moves_between_engines_that_end_sees_a_sequential_server() ->
     all_right(range(70, 120), engines=3)
 
 
+@pytest.mark.long
 def test_engines_on_machines_that_fail_and_are_cut_off_change_nothing_that_clients_see() -> None:
     all_right(range(30), machines=2)
 

@@ -244,6 +244,7 @@ def test_neither_names_nor_clocks_order_versions_and_scores(database_url: str) -
     database.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("database_url", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)], indirect=True)
 def test_a_second_service_says_who_holds_the_database(server: Server, database_url: str, tmp_path: Path) -> None:
     first, second = (

@@ -82,6 +82,7 @@ main()
 """
 
 
+@pytest.mark.long
 def test_a_training_server_that_is_not_there_is_explained(tmp_path: Path) -> None:
     arguments = ["serve", "--base-model", "x", "--address", "127.0.0.1:0", "--service", "127.0.0.1:1"]
     command = [sys.executable, "-c", IMPATIENT, *arguments]

@@ -33,6 +33,7 @@ def test_generated_modules_are_fresh(tmp_path: Path) -> None:
     assert not stale, f"{stale} differ from the .proto files: run `make proto` and commit what it writes"
 
 
+@pytest.mark.long
 def test_loss_reference_is_fresh(tmp_path: Path) -> None:
     made = subprocess.run(
         [sys.executable, "tools/make_loss_reference.py", str(tmp_path)],
@@ -47,6 +48,7 @@ def test_loss_reference_is_fresh(tmp_path: Path) -> None:
         assert text == (ROOT / "docs" / page).read_text(), f"docs/{page} is stale: run `make docs`"
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )  # by a name that peft uses

@@ -172,6 +172,7 @@ def test_commands_of_other_packages_are_loaded_when_they_run(monkeypatch: pytest
     assert (completed.exit_code, completed.stdout) == (0, "--help\n"), completed.output
 
 
+@pytest.mark.long
 def test_doctor_finds_what_is_wrong_and_says_what_to_do(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     (tmp_path / "keys.json").write_text("{}")

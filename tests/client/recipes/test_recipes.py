@@ -278,6 +278,7 @@ def trained(recipe: str, folder: Path, lines: int = 0) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "recipe", [pytest.param(each, marks=pytest.mark.slow) if each in (*ALIKE, "sft") else each for each in KILLED]
 )

@@ -37,6 +37,7 @@ def math_verify() -> None:
     pytest.importorskip("math_verify")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("math_verify")
 async def test_mathematics(tmp_path: Path) -> None:
     file = tmp_path / "math.jsonl"

@@ -348,6 +348,7 @@ async def test_functions_of_ones_own_see_and_change_as_little(monkeypatch: pytes
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_also_as_another_user(tmp_path: Path) -> None:
     """The package needs only the standard library: the system's Python runs it as user 1234."""
     python, setpriv = "/usr/bin/python3", shutil.which("setpriv")
@@ -396,6 +397,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 def test_without_isolation_nothing_runs_unless_it_is_wanted(tmp_path: Path) -> None:
     """In a user namespace that allows no other, which neither bubblewrap nor we can isolate anything in."""
     if shutil.which("unshare") is None:

@@ -39,6 +39,7 @@ def shown(output: str, name: str) -> float:
     return float(re.findall(rf"{name} ([\d.]+)", output)[-1])
 
 
+@pytest.mark.long
 def test_fifteen_lines(tiny_model_path: Path) -> None:
     program = EXAMPLES / "rl_fifteen_lines.py"
     code = [line for line in program.read_text().splitlines() if line and not line.startswith(("import", "from", "if"))]

@@ -53,6 +53,7 @@ def test_forward_takes_padded_arrays_and_a_subclass_can_change_it(judge: RewardM
     assert np.allclose(doubled.score(["word 1: "] * 2, ["aaaabbbb", "ab"]), plain * 2 - 1, atol=1e-6)
 
 
+@pytest.mark.long
 def test_its_folder_is_plain_hugging_face_and_opens_here_and_elsewhere(
     judge: RewardModel, server: Server, tmp_path: Path
 ) -> None:

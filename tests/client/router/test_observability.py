@@ -69,6 +69,7 @@ def test_the_shipped_file_trains_nothing_writes_nothing_opens_no_socket_and_says
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.long
 def test_the_watch_sees_a_training_that_writes_and_none_that_does_not() -> None:
     words = ["train", "--config", str(SHIPPED), "--updates", "1", "--set", "rllm.enabled=true"]
     words += ["--set", "trainer.enabled=true"]

@@ -65,6 +65,7 @@ def test_disabled_settings_train_nothing_and_name_the_switches() -> None:
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_seed_decides_every_byte_whatever_the_workers() -> None:
     written = []
     for workers in (1, 1, 2):

@@ -115,6 +115,7 @@ async def test_a_request_that_needs_too_much_memory_is_refused_and_the_next_one_
     assert len((await encode(pool, "ada", LONG[: SHORT_BYTES * 2]))[0]) > 1000
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("template", "words"),
     [

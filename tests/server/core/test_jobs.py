@@ -144,6 +144,7 @@ async def test_a_backup_and_a_repair_have_jobs_and_files(start: Start, tmp_path:
         await asyncio.to_thread(restore, copy, tmp_path.with_name("third"), print)
 
 
+@pytest.mark.long
 async def test_what_is_stored_is_what_was_stored(start: Start, tmp_path: Path) -> None:
     """A flipped bit, a cut, another content and none: a refusal that names the file, wherever it is read."""
     content = ROW * 3
@@ -179,6 +180,7 @@ async def app_of_backup(state: Path, to: Path) -> Any:
     return await asyncio.to_thread(CliRunner().invoke, backup_app, [str(to), "--state-dir", str(state)])
 
 
+@pytest.mark.long
 async def test_files_are_stored_once_checked_and_deleted(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +244,7 @@ async def test_limits_and_quotas(start: Start, tmp_path: Path) -> None:
         assert (await refused(upload(await stub_of(door, secrets["b"])))).rule == "file_bytes = 100"
 
 
+@pytest.mark.long
 async def test_keys_take_turns_within_their_quotas(start: Start, tmp_path: Path) -> None:
     quotas = {"a": None, "b": Quota(running_jobs=1)}
     secrets = {name: KeyFile(tmp_path).create(name, "user", quota) for name, quota in quotas.items()}
@@ -255,6 +258,7 @@ async def test_keys_take_turns_within_their_quotas(start: Start, tmp_path: Path)
         assert [job.job_id for job in begun if job.owner == "a"] == [job.job_id for job in made[:3]]
 
 
+@pytest.mark.long
 async def test_wrong_requests_are_told(start: Start) -> None:
     async with start(**NO_WORKERS) as door:
         stub = await stub_of(door)
@@ -320,6 +324,7 @@ async def test_a_worker_that_cannot_be_started_is_tried_again_and_then_given_up(
         assert waited[:4] == [0.5, 1.0, 2.0, 4.0]
 
 
+@pytest.mark.long
 async def test_jobs_run_no_code_that_their_settings_name(start: Start) -> None:
     async with start(**NO_WORKERS) as door:
         stub = await stub_of(door)

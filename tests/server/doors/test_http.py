@@ -198,6 +198,7 @@ async def test_what_is_not_protobuf_is_counted_as_json(start: Start) -> None:
 PARTS = ("startswith", "endswith", "find", "rfind", "index", "count")
 
 
+@pytest.mark.long
 def test_no_part_of_a_header_decides() -> None:
     """Headers are compared whole; what is looked for in one is found in its parameters, and beside other values."""
     found = []

@@ -274,6 +274,7 @@ async def test_the_package_of_openai_is_an_agent(service: gradwire.ServiceClient
     assert len(rollout.turns) == 1 and session.info.state == "ended" and session.info.end_reason == "done"
 
 
+@pytest.mark.long
 async def test_an_embedded_server_opens_a_door_for_agents(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model")
     async with gradwire.connect(models=[f"tiny={model}"]) as service:

@@ -69,6 +69,7 @@ def moved(policy: LoraPolicy) -> LoraPolicy:
     return policy
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weights_are_those_that_peft_draws_for_each_adapter_alone(model_path: Path, dtype: torch.dtype) -> None:
     pool = ModelPool({"tiny": str(model_path)}, dtype=dtype)
@@ -86,6 +87,7 @@ def test_weights_are_those_that_peft_draws_for_each_adapter_alone(model_path: Pa
         assert found == expected
 
 
+@pytest.mark.long
 def test_no_adapter_changes_what_another_computes(pool: ModelPool, model_path: Path) -> None:
     alone = []
     for number, settings in enumerate(MIXED):

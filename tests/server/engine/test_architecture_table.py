@@ -105,6 +105,7 @@ def test_a_forward_that_fails_is_refused_with_a_sentence(tmp_path: Path) -> None
         run_of("xLSTM", tmp_path, torch.bfloat16)
 
 
+@pytest.mark.long
 def test_a_layer_that_the_model_does_not_call_gets_no_adapter(tmp_path: Path) -> None:
     names = run_of("Gemma 3n", tmp_path).policy.trainable_parameters()
     assert any("modality_router" in name for name in names) and not any("correction_coefs" in name for name in names)
@@ -112,6 +113,7 @@ def test_a_layer_that_the_model_does_not_call_gets_no_adapter(tmp_path: Path) ->
         run_of("Gemma 3n", tmp_path, target_modules=["q_proj", "correction_coefs"])
 
 
+@pytest.mark.long
 def test_adapters_on_shared_weights_are_exported_and_not_merged(tmp_path: Path) -> None:
     run = run_of("Zamba", tmp_path)
     for name in ("merged", "adapter"):

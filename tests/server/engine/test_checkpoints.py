@@ -197,6 +197,7 @@ def test_weights_only_starts_the_optimizer_anew(engine: LocalEngine) -> None:
     assert engine.context.runs["run-a"].step == 6
 
 
+@pytest.mark.long
 def test_forks_take_the_weights_and_if_asked_the_optimizer_and_may_change_the_head(engine: LocalEngine) -> None:
     for lora in (4, None):
         engine.create("run-a", lora=lora, seed=1, head="value")

@@ -109,6 +109,7 @@ def same(sampled: list[np.ndarray], others: list[np.ndarray]) -> bool:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drafts_change_no_bit(folder: Path, tmp_path: Path, dtype: str) -> None:
     found = []
@@ -153,6 +154,7 @@ def test_the_ratio_of_training_to_sampling_is_one_exactly(
     assert np.isfinite(np.concatenate(sampled)).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_asks_for_it_beside_others(folder: Path, tmp_path: Path, dtype: str) -> None:
     """Whose numbers it does not change; they share the weights. Its checkpoint and its base are computed as it is."""
@@ -183,6 +185,7 @@ def test_a_run_asks_for_it_beside_others(folder: Path, tmp_path: Path, dtype: st
     assert pool.held_bytes == pool.get("tiny").weight_bytes + panels
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lora", [4, None], ids=["lora", "full"])
 def test_the_memory_of_its_copies_of_weights_is_estimated(folder: Path, tmp_path: Path, lora: int | None) -> None:
     gc.collect()

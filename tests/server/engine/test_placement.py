@@ -191,6 +191,7 @@ SEAM = {
 }
 
 
+@pytest.mark.long
 def test_only_the_seam_reads_whole_weights() -> None:
     engine = Path(model.__file__).parent.parent
     users: dict[str, set[str]] = {name: set() for name in SEAM}

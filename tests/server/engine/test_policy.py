@@ -80,6 +80,7 @@ def test_training_reaches_only_its_own_run(pool: ModelPool, make_run: Any, batch
     assert not torch.allclose(hidden(trained.policy), base_before, atol=1e-3)
 
 
+@pytest.mark.long
 def test_two_adapters_trained_in_turns_equal_each_trained_alone(model_path: Path, make_run: Any, batches: Any) -> None:
     batch = batches.batch(get_loss("causal_lm"))
     settings = {"rank": 4, "dropout": 0.2}

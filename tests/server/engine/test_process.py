@@ -193,6 +193,7 @@ def test_a_model_that_cannot_be_used_is_reported_and_not_retried(tmp_path: Path)
     engine.link.close()
 
 
+@pytest.mark.long
 def test_it_ends_when_its_parent_is_killed(tiny_model_path: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from support.engine import EngineProcess;"

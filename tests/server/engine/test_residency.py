@@ -85,6 +85,7 @@ def settled(residency: Residency) -> None:
     residency._mover.submit(lambda: None).result(60)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("device", "host"), [(EVERYTHING, EVERYTHING), (60_000, EVERYTHING), (60_000, 50_000), (0, 0)])
 def test_each_run_gets_the_bits_that_it_gets_alone(make_run: Any, residency: Any, device: int, host: int) -> None:
     moving = residency(device, host)

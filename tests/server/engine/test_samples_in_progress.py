@@ -117,6 +117,7 @@ def rows_of(loss: str) -> tuple[dict[str, codec.Column], pb.LossCall]:
     return rows, pb.LossCall(loss_fn=loss)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", [pytest.param("causal_lm", marks=pytest.mark.slow), "bco"])
 def test_samples_go_on_between_the_micro_batches_of_a_batch(loss: str, tiny_model_path: Path, tmp_path: Path) -> None:
     engine = Looped({"tiny": tiny_model_path}, tmp_path, microbatch_tokens=8)
@@ -136,6 +137,7 @@ def test_samples_go_on_between_the_micro_batches_of_a_batch(loss: str, tiny_mode
     assert told_of[0] == told_of[1]
 
 
+@pytest.mark.long
 def test_drafts_between_micro_batches_change_no_bit(tiny_model_path: Path, tmp_path: Path) -> None:
     rows, asked_loss = rows_of("causal_lm")
     # With these biases a random model repeats itself.
@@ -182,6 +184,7 @@ def test_small_operations_go_between_the_micro_batches_of_a_large_one(
     assert told_of[0] == told_of[1]
 
 
+@pytest.mark.long
 def test_a_run_is_made_between_the_micro_batches_of_a_large_operation(tiny_model_path: Path, tmp_path: Path) -> None:
     engine = Looped({"tiny": tiny_model_path}, tmp_path, microbatch_tokens=8)
     rows, asked_loss = rows_of("causal_lm")

@@ -149,6 +149,7 @@ def estimated(model: Path, device: Device | None = None, **settings: Any) -> Est
     return estimate(Workload(str(model), **settings), device or Device("cpu", 8 * GIB))
 
 
+@pytest.mark.long
 def test_each_part_grows_with_what_it_is_for(model: Path) -> None:
     one = estimated(model)
     assert one.total_bytes == sum(one.parts.values())
@@ -194,6 +195,7 @@ def test_no_row_is_advised_that_is_longer_than_the_context(tmp_path: Path) -> No
     assert not any("A row may" in each for each in advice(replace(found, workload=replace(found.workload, tokens=128))))
 
 
+@pytest.mark.long
 def test_a_model_without_attention_is_estimated_and_one_that_sees_all_tokens_is_named(tmp_path: Path) -> None:
     shape: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 6}
     MambaConfig(**shape, state_size=8).save_pretrained(tmp_path / "mamba")
@@ -215,6 +217,7 @@ def test_a_long_row_fits_because_the_server_recomputes_it(model: Path) -> None:
     assert always.chosen == Activations.RECOMPUTE and always.parts["activations"] == always.activations[True]
 
 
+@pytest.mark.long
 def test_logits_are_all_kept_or_12_bytes_a_token(model: Path) -> None:
     """The vocabulary has 100 tokens; the scored id, its log-probability and its place are kept whatever there is."""
     tokens, every = 60_000, 4 * 59_999 * 100
@@ -226,12 +229,14 @@ def test_logits_are_all_kept_or_12_bytes_a_token(model: Path) -> None:
     assert "computes them again in the backward pass" in " ".join(advice(replace(fits, parts=tight.parts)))
 
 
+@pytest.mark.long
 def test_a_micro_batch_has_as_many_rows_as_the_engine_would_choose(model: Path) -> None:
     found = estimated(model, tokens=200, rows=64)
     assert found.microbatch_rows == found.budget.microbatch_tokens // 200
     assert estimated(model, tokens=4096).microbatch_rows == 1
 
 
+@pytest.mark.long
 def test_tokens_that_rows_share_are_counted_once(model: Path) -> None:
     flat, shared = (estimated(model, tokens=200, rows=8, shared_tokens=count) for count in (0, 120))
     assert flat.microbatch_rows == shared.microbatch_rows == 8

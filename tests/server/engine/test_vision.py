@@ -200,6 +200,7 @@ def test_the_tokens_of_images_are_never_scored(plain: Plain, engine: LocalEngine
     assert any("not scored" in warning for warning in result.warnings)
 
 
+@pytest.mark.long
 def test_adapters_are_on_the_language_model_unless_vision_is_named(
     plain: Plain, engine: LocalEngine, tmp_path: Path
 ) -> None:

@@ -154,6 +154,7 @@ def dpo(engine: LocalEngine, plain: Plain, reference: str, ok: bool = True) -> p
     return do("run-a", of_pairs(plain), forward_backward=call).proto
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_references_that_a_run_made_score_the_images_as_the_run_did(plain: Plain, tmp_path: Path, dtype: Any) -> None:
     """A checkpoint, a checkpoint of another run, and the moving average, each against the run's own earlier scores."""

@@ -278,6 +278,7 @@ def test_a_token_of_any_kinds_waits_once(engine: LocalEngine, run_id: str, monke
     assert tokens == 10
 
 
+@pytest.mark.long
 def test_a_captured_token_uses_nothing_of_the_host(
     engine: LocalEngine, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

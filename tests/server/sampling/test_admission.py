@@ -113,6 +113,7 @@ def test_streams_of_rows_that_left_say_each_token_once(policy: Policy, tokenizer
         assert samples.top is not None and len(samples.top[0]) == len(ids[number])
 
 
+@pytest.mark.long
 def test_a_newcomer_of_another_key_joins_a_full_cache_at_once(policy: Policy) -> None:
     stage = Stage(policy, pages=40)
     streams = [stage.begin([1, 4 + number % 50, number % 7], 110, owner="ada") for number in range(64)]
@@ -141,6 +142,7 @@ def test_a_short_request_of_the_same_key_passes_long_ones(policy: Policy) -> Non
     stage.finish()
 
 
+@pytest.mark.long
 def test_many_keys_share_a_cache_that_holds_few_rows(policy: Policy) -> None:
     """No key waits while another one holds more than its part, and everything ends."""
     stage = Stage(policy, pages=24)

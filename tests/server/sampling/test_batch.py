@@ -85,6 +85,7 @@ def test_a_small_request_does_not_wait_for_all_of_a_large_one(policy: Policy) ->
     assert len(large.samples().lengths) == 40
 
 
+@pytest.mark.long
 def test_models_with_windows_take_one_batch_after_another(make_policy: MakePolicy) -> None:
     policy = make_policy("mistral", sliding_window=6)
     assert not paged_token_bytes(policy, Agreement())
@@ -96,6 +97,7 @@ def test_pages_are_for_models_that_attend_to_everything(make_policy: MakePolicy)
     assert not paged_token_bytes(make_policy("gemma2", sliding_window=6, query_pre_attn_scalar=8), Agreement())
 
 
+@pytest.mark.long
 def test_memory_that_runs_out_makes_batches_smaller(
     policy: Policy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -213,6 +215,7 @@ def expected_of_each(policies: list[Policy], prompts: list[list[int]]) -> list[l
     return found
 
 
+@pytest.mark.long
 def test_adapters_of_one_base_share_a_batch(several: list[Policy]) -> None:
     prompts = [[1, 2, 3], [*range(3, 40)]]  # the second fills two pages, which must not be shared
     sampler = LocalSampler()

@@ -192,6 +192,7 @@ def test_neighbours_change_nothing(policy: Policy) -> None:
     check_alone(policy, begun_together(policy, LocalSampler()))
 
 
+@pytest.mark.long
 def test_a_restart_after_memory_ran_out_changes_nothing(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     decode = Pages.decode
 
@@ -206,6 +207,7 @@ def test_a_restart_after_memory_ran_out_changes_nothing(policy: Policy, monkeypa
     check_alone(policy, found)
 
 
+@pytest.mark.long
 def test_drawing_parameters_of_past_requests_are_forgotten(policy: Policy) -> None:
     sampler = LocalSampler(speculate="off")  # a token a step
     sampler.begin(policy, [[1, 7]], SamplingParams(max_tokens=240, seed=0, ignore_eos=True))

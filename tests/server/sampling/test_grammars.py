@@ -57,6 +57,7 @@ def test_a_cancelled_schema_begins_no_sample(
     assert not compiled.done and not waiting.done
 
 
+@pytest.mark.long
 def test_a_schema_that_would_compile_for_hours_is_refused_and_the_next_one_followed(
     bpe: Policy, tokens: TextTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ def assert_scored_alone(model: Any, prompts: Sequence[Sequence[int]], job: Local
     return lengths
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*RECURRENT, *WITHOUT_CACHE])
 def test_several_samples_of_prompts_that_end_apart_are_scored_as_a_forward_scores_them(
     name: str, tmp_path: Path

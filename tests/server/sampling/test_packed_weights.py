@@ -72,6 +72,7 @@ def check_same(found: Samples, expected: Samples) -> None:
     assert abs(found.logprobs - expected.logprobs).reshape(-1, MANY)[same].max() < 1e-4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["base", "adapter", "full"])
 def test_samples_are_those_of_the_weights(pool: ModelPool, kind: str, copies: list[PackedWeights]) -> None:
     policy = policy_of(pool, kind)
@@ -87,6 +88,7 @@ def test_samples_are_those_of_the_weights(pool: ModelPool, kind: str, copies: li
     check_same(found, expected)
 
 
+@pytest.mark.long
 def test_weights_that_change_are_copied_again(pool: ModelPool, copies: list[PackedWeights]) -> None:
     found = sampled(policy_of(pool, "full"), MANY, then=2)
     assert len(copies) == 2
@@ -124,6 +126,7 @@ def test_rows_have_the_same_bits_whatever_is_beside_them(pool: ModelPool) -> Non
     assert together.logprobs[:MANY].tolist() == first.logprobs.tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("found", [None, "wrong"])
 def test_without_right_products_torch_computes(
     pool: ModelPool, found: str | None, monkeypatch: pytest.MonkeyPatch

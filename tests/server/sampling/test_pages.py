@@ -157,6 +157,7 @@ def test_the_next_turn_of_a_conversation_computes_only_what_is_new(
     assert cache.store.moves == moves  # as most of its pages are kept
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("by_kernels", [False, True])
 def test_numbers_that_are_not_finite_stay_in_no_page(
     policy: Policy, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, by_kernels: bool
@@ -403,6 +404,7 @@ def test_a_store_whose_blocks_are_mapped_has_room_for_all_at_once() -> None:
     assert (store.moves, store.pages) == (moves, most + 1)
 
 
+@pytest.mark.long
 def test_a_store_has_little_room_where_addresses_are_limited(tiny_model_path: Path) -> None:
     program = f"""
 import resource

@@ -143,6 +143,7 @@ def test_samples_are_the_same_to_the_bit(pool: ModelPool, tokens: TextTokenizer,
         assert not found.accepted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [4, 20])
 def test_an_adapter_is_drafted_for(pool: ModelPool, rank: int) -> None:
     policy = adapter_of(pool, f"of {rank}", rank)
@@ -153,6 +154,7 @@ def test_an_adapter_is_drafted_for(pool: ModelPool, rank: int) -> None:
     policy.close()
 
 
+@pytest.mark.long
 def test_rows_of_several_adapters_are_drafted_for(whole_pool: ModelPool) -> None:
     policies = [adapter_of(whole_pool, "one", 4), adapter_of(whole_pool, "other", 8), Policy(whole_pool.get("model"))]
     params = SamplingParams(max_tokens=60, seed=3, temperature=0.5, ignore_eos=True, logit_bias=FEW)
@@ -171,6 +173,7 @@ def test_requests_of_different_options_share_steps(whole_pool: ModelPool, tokens
     assert compared(ask).accepted > 20
 
 
+@pytest.mark.long
 def test_rows_that_leave_for_others_come_back_with_their_drafts(whole_pool: ModelPool) -> None:
     policy = Policy(whole_pool.get("model"))
     params = SamplingParams(max_tokens=50, seed=3, n=2, temperature=0.5, ignore_eos=True, logit_bias=FEW)

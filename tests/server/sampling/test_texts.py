@@ -189,6 +189,7 @@ def test_prompts_are_scored_as_by_transformers(policy: Policy, budget: Budget) -
         assert np.allclose(found.top[1][part], log_p.topk(3).values, atol=1e-4)
 
 
+@pytest.mark.long
 def test_scoring_goes_on_with_less_when_memory_runs_out(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[1, 2, 3, 4], [1, 5, 6], [1, 7]]
     expected = score_prompts(policy, prompts, budget=Budget(), agreement=Agreement())

@@ -39,6 +39,7 @@ async def results(door: Door, plan: list[tuple[str, int]], *, pipelined: bool) -
     return [describe(result) for result, _ in results] + door.engine.runs[client.run_id].history
 
 
+@pytest.mark.long
 async def test_failures_in_the_middle_change_nothing_about_the_others(start: Start) -> None:
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")

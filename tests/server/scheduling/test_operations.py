@@ -280,6 +280,7 @@ async def test_a_client_that_has_ended_its_side_still_gets_its_acknowledgements(
     assert sorted([ack.seq async for ack in stream]) == list(range(1, 11))
 
 
+@pytest.mark.long
 async def test_a_thousand_queued_operations_are_accepted_while_the_engine_is_busy(door: Door) -> None:
     client = await (await door.client()).begin()
     door.engine.gate.clear()

@@ -396,6 +396,7 @@ def play(machine: Callable[[], Machine], examples: int, steps: int) -> None:
     run_state_machine_as_test(machine, settings=calm)
 
 
+@pytest.mark.long
 def test_a_run_is_what_its_model_says_and_goes_through_exactly_what_is_drawn(taken: set[Transition], seed: int) -> None:
     for number in range(10):  # one round takes all transitions nearly always
         play(hypothesis.seed(100 * seed + number)(lambda: Machine()), 25, 25)

@@ -119,6 +119,7 @@ async def test_uploads_that_were_cancelled_are_forgotten(keyed: Any) -> None:
         assert core.file_parts.get(ada, made[-1]).status == "cancelled"
 
 
+@pytest.mark.long
 async def test_graders_that_take_long_leave_room_for_other_keys(
     keyed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -69,6 +69,7 @@ def test_keys_are_made_listed_and_revoked_from_the_command_line(tmp_path: Path) 
     assert command("revoke", "ada", *place).exit_code == 2
 
 
+@pytest.mark.long
 def test_a_file_that_holds_no_keys_costs_one_sentence(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     key = {"name": "ada", "role": "user", "prefix": "gw_", "sha256": "0", "created_at": 1.0}

@@ -176,6 +176,7 @@ async def test_an_operation_past_a_limit_fails_by_its_name(
         assert after.status == pb.STATUS_SUCCEEDED
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "value", "rpc", "request_"), CALLS, ids=lambda value: str(value)[:20])
 async def test_a_call_past_a_limit_is_refused_by_its_name(
     start: Start, name: str, value: int, rpc: str, request_: Any

@@ -77,6 +77,7 @@ def runs_data(source: str) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_nothing_that_runs_data_is_in_the_source() -> None:
     sources = [path for part in ("server", "losses", "proto") for path in (ROOT / part).rglob("*.py")]
     assert len(sources) > 60

@@ -167,6 +167,7 @@ def _handler(rpc: MethodDescriptor, answer: Callable[..., Any]) -> Any:
     return getattr(grpc, f"{kind}_rpc_method_handler")(answer, lambda body: body, lambda body: body)
 
 
+@pytest.mark.long
 async def test_every_rpc_ends_with_its_key(tmp_path: Path) -> None:
     """Each is under way, behind a part of its answer if it has several, and its handler waits for ever."""
     file, left = KeyFile(tmp_path), set[str]()

@@ -104,6 +104,7 @@ class Places(ast.NodeVisitor):
         self.generic_visit(node)
 
 
+@pytest.mark.long
 def test_every_place_where_text_becomes_code_is_in_the_list() -> None:
     found: dict[str, set[str]] = {}
     for folder in ("client", "losses", "server"):
@@ -169,6 +170,7 @@ CALLS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is of Linux")
 async def test_a_tenants_grader_sees_nothing_of_the_server(
     keyed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

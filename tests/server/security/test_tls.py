@@ -132,6 +132,7 @@ async def test_an_expired_certificate_is_renewed_without_a_restart(
                 await asyncio.sleep(0.05)
 
 
+@pytest.mark.long
 async def test_certificates_are_renewed_under_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty times, the key before its certificate; once they change again just after they were looked at."""
     monkeypatch.setattr(door, "RENEW_S", 0.02)

@@ -69,6 +69,7 @@ def read(store: Store, place: Place = PLACE) -> dict[str, bytes]:
         return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
+@pytest.mark.long
 def test_what_one_machine_writes_another_reads_in_parts(bucket: Objects, tmp_path: Path) -> None:
     here, there = opened(bucket, tmp_path / "here"), opened(bucket, tmp_path / "there")
     content = {"large": os.urandom(2 * PART_BYTES + 5), "sub/small": b"x", "empty": b""}

@@ -122,6 +122,7 @@ def test_one_update_by_hand(loaded: Loaded) -> None:
     assert kl == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.long
 def test_ppo_trains_and_saves(loaded: Loaded, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

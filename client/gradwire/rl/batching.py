@@ -205,11 +205,13 @@ class GenerationBatcher:
 
     def _gather(self, before: int = 0, times: int = 0) -> None:
         """Dispatch; if not deterministic and others may ask, as soon as none has for a moment."""
+        if times:
+            self._alarm = None  # it has rung
         waiting = len(self._waiting)
         everybody = waiting >= min(len(self._active), self._max_batch)
         if self._deterministic or everybody or (times and waiting <= before) or times == MOST_GATHERED:
             self._dispatch()
-        elif waiting and (times or self._alarm is None) and len(self._tasks) < self._concurrent_calls:
+        elif waiting and self._alarm is None and len(self._tasks) < self._concurrent_calls:
             loop = asyncio.get_running_loop()
             self._alarm = loop.call_later(GATHER_S, self._gather, waiting, times + 1)
 

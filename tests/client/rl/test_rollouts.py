@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gradwire.errors import ConnectionLostError
+from gradwire.rl.batching import GenerationBatcher
 from gradwire.rl.environments import BaseEnvironment, ConversationEnvironment, SimpleTextEnvironment, StepResult
 from gradwire.rl.inference import SamplingParams
 from gradwire.rl.rollout_statistics import Rollouts
@@ -78,6 +79,19 @@ async def test_episodes_that_ask_together_are_sampled_together(rule_inference: C
     manager = RolloutManager(inference, OneIsSlow(), deterministic=False, num_parallel=8)
     await manager.collect([Task("3", task_id="slow"), *["3"] * 7])
     assert inference.batches == [8, 7, 7, 1, 1]
+
+
+async def test_a_request_after_one_that_was_given_up_is_sent(rule_inference: Callable[..., Any]) -> None:
+    batcher = GenerationBatcher(rule_inference(digits), deterministic=False)
+    prompt, params = np.array([51]), SamplingParams()
+    batcher.enter(0)
+    batcher.enter(1)  # which never asks
+    given_up = asyncio.create_task(batcher.generate(0, prompt, params))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    await asyncio.sleep(0.1)
+    await asyncio.wait_for(batcher.generate(0, prompt, params), 10)
+    await batcher.close()
 
 
 async def test_prompts_continue_what_was_sampled(rule_inference: Callable[..., Any]) -> None:

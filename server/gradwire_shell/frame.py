@@ -206,9 +206,13 @@ def _help(keys: dict[str, str]) -> ui.dialog:
     return dialog
 
 
-def behind_proxy(path: str) -> str:
-    """A path of the pages as a browser asks for it: behind the one under which a proxy shows them (root_path)."""
-    return str(ui.context.client.request.scope.get("root_path", "")) + path
+def behind_proxy(path: str, request: Request | None = None) -> str:
+    """A path of the pages as a browser asks for it: behind the one under which a proxy shows them (root_path).
+
+    Args:
+        request: A browser's; None: the one for the page that is being made.
+    """
+    return str((request or ui.context.client.request).scope.get("root_path", "")) + path
 
 
 def add_sign_in(product: str, label: str, enter: Callable[[str], Awaitable[str]]) -> None:
@@ -233,7 +237,7 @@ def add_sign_in(product: str, label: str, enter: Callable[[str], Awaitable[str]]
         key = parse_qs(body.decode("ascii", "replace")).get("key", [""])[0].strip()
         if refusal := await enter(key):
             return shown(refusal, 401)
-        target = str(request.scope.get("root_path", "")) + local_path(next, "/")
+        target = behind_proxy(local_path(next, "/"), request)
         return RedirectResponse(target, 303)  # a browser keeps what stands behind the "#"
 
     app.remove_route("/login")

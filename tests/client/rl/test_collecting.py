@@ -142,7 +142,7 @@ async def test_stale_groups_are_dropped_or_corrected(rule_inference: Callable[..
 
         async def step(self, state: State, action: Action) -> StepResult:
             if state.task.prompt == "slow":
-                await asyncio.sleep(0.15 if dropping else 0.03)
+                await asyncio.sleep(0.5 if dropping else 0.03)
             return await super().step(state, action)
 
     async def train(**changes: Any) -> tuple[SlowRun, list[dict[str, float]]]:
@@ -160,8 +160,7 @@ async def test_stale_groups_are_dropped_or_corrected(rule_inference: Callable[..
     dropping = True
     run, history = await train(on_stale="drop")
     assert max(metrics.get("train/staleness_max", 0) for metrics in history) <= 1
-    assert sum(metrics.get("rollouts/too_stale", 0) for metrics in history) > 0
-    assert share(run) < 0.2, "which it is of the tasks"
+    assert sum(metrics.get("rollouts/too_stale", 0) for metrics in history) > 0 and share(run) < 0.1
     assert not any("sampler_correction" in kwargs for _, kwargs, _ in run.batches)
     dropping = False
     for epochs in (1, 2):
